@@ -1,0 +1,1 @@
+"""What everything else stands on: errors, configuration, logging, the choice of a backend.  No torch at import."""
