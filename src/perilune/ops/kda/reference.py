@@ -7,6 +7,7 @@ Computes in the widest dtype among its inputs, float32 at least.  Autograd diffe
 """
 
 from functools import reduce
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -51,7 +52,7 @@ def recurrence(
     dtype, out_dtype = working_dtype(q, k, v, g, beta, initial_state), v.dtype
     q, k, v, g, beta = (x.to(dtype) for x in (q, k, v, g, beta))
     B, T, H, K = q.shape
-    spans = [(b, 0, T) for b in range(B)] if cu is None else [(0, a, z) for a, z in zip(cu, cu[1:])]
+    spans = [(b, 0, T) for b in range(B)] if cu is None else [(0, a, z) for a, z in pairwise(cu)]
     outputs, states = [], []
     for n, (b, start, stop) in enumerate(spans):
         if initial_state is None:
@@ -59,7 +60,8 @@ def recurrence(
         else:
             state = initial_state[n : n + 1].to(dtype)
         for t in range(start, stop):
-            o, state = step(*(x[b : b + 1, t] for x in (q, k, v, g, beta)), state, scale)
+            at = (slice(b, b + 1), t)
+            o, state = step(q[at], k[at], v[at], g[at], beta[at], state, scale)
             outputs.append(o)
         states.append(state)
     o = torch.cat(outputs).view(v.shape) if outputs else torch.zeros_like(v)
