@@ -97,8 +97,8 @@ def kda_step(
         q, k, g, beta = _activate(q, k, v, g, beta, gate, normalize_qk, beta_logits)
         dtype = working_dtype(q, k, v, g, beta, state)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        inputs = [x.to(dtype) for x in (q, k, v, g, beta, state)]
-        o, state = step(*inputs, scale=scale)
+        q, k, wide_v, g, beta, state = (x.to(dtype) for x in (q, k, v, g, beta, state))
+        o, state = step(q, k, wide_v, g, beta, state, scale)
     return o.to(v.dtype), state
 
 
