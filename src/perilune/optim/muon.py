@@ -1,0 +1,174 @@
+"""Muon, block by block, with AdamW for everything that is not a matrix."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+from perilune.core.errors import ConfigError
+from perilune.optim.newton_schulz import newton_schulz
+from perilune.optim.roles import Blocks, Role
+
+UPDATE_RMS = 0.2
+"""Root mean square of an update at learning rate 1: about that of AdamW, so that one learning rate serves both."""
+
+
+class PerHeadMuon(torch.optim.Optimizer):
+    """Muon on each head's and each expert's matrix on its own; AdamW on the parameters whose role says so.
+
+    For a block W [n, m] with gradient G and momentum M (Per-Head Muon of the K3 report, update scale of the K2 report):
+
+        M <- momentum M + G;   N = G + momentum M  (M without `nesterov`)
+        W <- W - lr (0.2 sqrt(max(n, m)) newton_schulz(N) + weight_decay W)
+
+    so no head's update depends on the size of another head's gradient.  AdamW is torch's.  Blocks of one shape go
+    through one batched iteration, whatever parameter they come from.
+
+    roles: `model.parameter_roles()`, `Roles.match(model, ...)` or any iterable of `Role`.
+    lr: of every group; schedulers and loops may set `group["lr"]` of all groups to the same value.  What a group makes
+    of it is in its `lr_scale`: a role's own, times `adamw_lr / lr` for AdamW where `adamw_lr` is given.
+    weight_decay: of the roles that ask for it.  A parameter without a gradient is left alone, decay included; one with
+    a zero gradient is not.  State exists from the start and has the parameter's dtype: keep masters in float32.
+    ns_steps, ns_dtype: see `newton_schulz`.
+    """
+
+    def __init__(
+        self,
+        roles: Mapping[str, Role] | Iterable[Role],
+        lr: float,
+        *,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.1,
+        ns_steps: int = 5,
+        ns_dtype: torch.dtype | None = None,
+        adamw_lr: float | None = None,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+    ) -> None:
+        named = dict(roles) if isinstance(roles, Mapping) else {str(i): role for i, role in enumerate(roles)}
+        _check_hyperparameters(lr, adamw_lr, weight_decay, momentum=momentum, beta1=betas[0], beta2=betas[1])
+        for name, role in named.items():
+            if isinstance(role.param, DTensor) and role.kind == "muon":
+                raise ConfigError(
+                    f"{name}: expected a whole tensor, got a DTensor; Muon would see a shard of the matrix"
+                )
+        self._blocks: dict[Tensor, Blocks] = {role.param: role.blocks for role in named.values() if role.kind == "muon"}
+        defaults: dict[str, Any] = {
+            "lr": lr, "lr_scale": 1.0, "weight_decay": 0.0, "kind": "adamw", "momentum": momentum, "nesterov": nesterov,
+            "ns_steps": ns_steps, "ns_dtype": ns_dtype, "betas": betas, "eps": eps,
+        }  # fmt: skip
+        adamw_scale = 1.0 if adamw_lr is None else adamw_lr / lr
+        groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+        for name, role in named.items():
+            group = groups.setdefault(
+                (role.kind, role.weight_decay, role.lr_scale),
+                {
+                    "params": [],
+                    "kind": role.kind,
+                    "weight_decay": weight_decay if role.weight_decay else 0.0,
+                    "lr_scale": role.lr_scale * (adamw_scale if role.kind == "adamw" else 1.0),
+                },
+            )
+            group["params"].append((name, role.param))
+        super().__init__(list(groups.values()), defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; without a `kind` the group is AdamW's.  Its state is created here, not at the first step, so
+        that whatever restores a checkpoint finds something to fill."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for param in group["params"]:
+            if group["kind"] == "muon":
+                self._blocks.setdefault(param, Blocks())
+                self.state[param] = {"momentum": torch.zeros_like(param)}
+            else:
+                self.state[param] = {
+                    "step": torch.zeros(()),
+                    "exp_avg": torch.zeros_like(param),
+                    "exp_avg_sq": torch.zeros_like(param),
+                }
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            if params:
+                (self._muon if group["kind"] == "muon" else self._adamw)(group, params)
+        return loss
+
+    def _muon(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        lr, mu = group["lr"] * group["lr_scale"], group["momentum"]
+        grads = _grads(params)
+        momenta = [self.state[param]["momentum"] for param in params]
+        torch._foreach_mul_(momenta, mu)
+        torch._foreach_add_(momenta, grads)
+        directions: tuple[Tensor, ...] | list[Tensor] = momenta
+        if group["nesterov"]:
+            directions = torch._foreach_add(grads, momenta, alpha=mu)
+        if group["weight_decay"]:
+            torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
+        for weights, blocks in self._by_shape(params, directions):
+            shape = blocks[0].shape[-2:]
+            stacked = torch.cat([block.reshape(-1, *shape) for block in blocks])
+            updates = newton_schulz(stacked, group["ns_steps"], dtype=group["ns_dtype"])
+            scale = UPDATE_RMS * max(shape) ** 0.5
+            counts = [block.shape[:-2].numel() for block in blocks]
+            for weight, update in zip(weights, updates.split(counts)):
+                weight.add_(update.view(weight.shape), alpha=-lr * scale)
+
+    def _by_shape(
+        self, params: list[Tensor], directions: Iterable[Tensor]
+    ) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
+        """Views of the parameters' and directions' blocks, those of one shape (up to transposition) together."""
+        alike: dict[Any, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+        for param, direction in zip(params, directions):
+            cut = self._blocks[param]
+            for weight, block in zip(cut.of(param), cut.of(direction)):
+                if weight.shape[-2] > weight.shape[-1]:
+                    weight, block = weight.mT, block.mT
+                weights, blocks = alike[weight.shape[-2:], weight.dtype, weight.device]
+                weights.append(weight)
+                blocks.append(block)
+        return alike.values()
+
+    def _adamw(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        states = [self.state[param] for param in params]
+        adamw(
+            params,
+            _grads(params),
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"] * group["lr_scale"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def _grads(params: list[Tensor]) -> list[Tensor]:
+    return [param.grad for param in params if param.grad is not None]
+
+
+def _check_hyperparameters(lr: float, adamw_lr: float | None, weight_decay: float, **fractions: float) -> None:
+    if not lr >= 0 or (adamw_lr is not None and not (lr > 0 and adamw_lr >= 0)):
+        raise ConfigError(f"lr: expected >= 0, and > 0 beside adamw_lr, got {lr} and {adamw_lr}; adamw_lr / lr is kept")
+    if not weight_decay >= 0:
+        raise ConfigError(f"weight_decay: expected >= 0, got {weight_decay}; 0 turns it off")
+    for name, value in fractions.items():
+        if not 0 <= value < 1:
+            raise ConfigError(f"{name}: expected a decay in [0, 1), got {value}; 0 turns it off")
