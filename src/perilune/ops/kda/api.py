@@ -5,6 +5,7 @@ from torch import Tensor
 
 from perilune.core.backends import Backends
 from perilune.core.errors import ShapeError
+from perilune.ops.kda.chunked import chunked
 from perilune.ops.kda.gate import Gate
 from perilune.ops.kda.reference import recurrence, step, working_dtype
 from perilune.ops.packing import boundaries
@@ -12,6 +13,7 @@ from perilune.ops.packing import boundaries
 L2_EPS = 1e-6  # under the root, added to the sum of squares
 
 BACKENDS = Backends("kda")  # best first
+BACKENDS.register("chunked", chunked)
 BACKENDS.register("reference", recurrence)
 
 
