@@ -1,1 +1,1 @@
-
+"""Running models: sampling and generation."""

@@ -1,1 +1,1 @@
-
+"""Whole models, one folder each."""

@@ -1,1 +1,31 @@
+"""Modules for anybody's model: each stands alone."""
 
+from perilune.nn.attn_res import BlockAttnRes, DepthStream
+from perilune.nn.balancer import AuxLossBalancer, Balancer, BandBalancer, QuantileBalancer, SignBalancer
+from perilune.nn.cache import HybridCache, LatentCache, RecurrentCache
+from perilune.nn.glu import GLU, SiTUGLU
+from perilune.nn.init import initialize_
+from perilune.nn.kda import KimiDeltaAttention
+from perilune.nn.mla import GatedMLA
+from perilune.nn.moe import StableLatentMoE
+from perilune.nn.norm import RMSNorm
+
+__all__ = [
+    "GLU",
+    "AuxLossBalancer",
+    "Balancer",
+    "BandBalancer",
+    "BlockAttnRes",
+    "DepthStream",
+    "GatedMLA",
+    "HybridCache",
+    "KimiDeltaAttention",
+    "LatentCache",
+    "QuantileBalancer",
+    "RMSNorm",
+    "RecurrentCache",
+    "SiTUGLU",
+    "SignBalancer",
+    "StableLatentMoE",
+    "initialize_",
+]

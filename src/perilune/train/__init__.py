@@ -1,1 +1,1 @@
-
+"""Training: stages, the loop, evaluation, what a run leaves behind."""

@@ -1,0 +1,214 @@
+"""The configuration of a K3-class model; keys are those of the released configs.  Imports without torch."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+from perilune.core.config import Config
+from perilune.core.errors import ConfigError, nearest
+
+# Keys of released configs that describe something else than the network, or nothing at all.  They are kept as they
+# came and written back.
+CARRIED = {
+    "architectures", "attn_implementation", "auto_map", "bos_token_id", "dtype", "eos_token_id", "head_dim",
+    "ignore_index", "image_placeholder", "max_position_embeddings", "media_placeholder_token_id", "model_max_length",
+    "model_type", "num_key_value_heads", "pad_token_id", "quantization_config", "rope_scaling", "rope_theta",
+    "topk_method", "torch_dtype", "transformers_version", "use_cache", "vision_config",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearAttentionConfig(Config):
+    """`linear_attn_config`: the KDA layers, and which layers they are (counted from 1, as the releases do)."""
+
+    num_heads: int
+    head_dim: int
+    short_conv_kernel_size: int
+    kda_layers: tuple[int, ...]
+    full_attn_layers: tuple[int, ...]
+    use_full_rank_gate: bool = False
+    gate_lower_bound: float | None = None  # None is Kimi Linear's softplus gate
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalanceConfig(Config):
+    """How the experts' selection bias is found (`perilune.nn.balancer`); no released config says."""
+
+    kind: Literal["quantile", "sign", "auxiliary", "band", "none"] = "quantile"
+    options: dict[str, Any] = field(default_factory=dict)  # of that balancer, e.g. {"bins": 1000, "ema": 0.9}
+
+
+@dataclass(frozen=True, kw_only=True)
+class K3Config(Config):
+    """A K3-class model.  Fields are named as in the released `config.json` (its `text_config`): one maps to one.
+
+    Architectural keys have no default: a config that lacks one is refused.  The switches that releases leave out have
+    the meaning of their absence: no query low rank, no output gate, experts at full width, plain residual.
+    """
+
+    hidden_size: int
+    num_hidden_layers: int
+    vocab_size: int
+    intermediate_size: int
+    rms_norm_eps: float
+    # attention
+    num_attention_heads: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    linear_attn_config: LinearAttentionConfig
+    q_lora_rank: int | None = None
+    mla_use_nope: bool = True
+    mla_use_output_gate: bool = False
+    # depth: layers in a block, "full" for every sublayer a source, None for the plain residual
+    attn_res_block_size: int | Literal["full"] | None = None
+    # feed-forward
+    hidden_act: Literal["situ", "silu"]
+    activation_situ_beta: float | None = None
+    activation_situ_linear_beta: float | None = None
+    first_k_dense_replace: int
+    moe_layer_freq: int
+    num_experts: int
+    num_experts_per_token: int
+    num_shared_experts: int
+    moe_intermediate_size: int
+    moe_router_activation_func: Literal["sigmoid"]
+    moe_renormalize: bool
+    routed_scaling_factor: float
+    routed_expert_hidden_size: int | None = None
+    latent_moe_use_norm: bool = False
+    use_grouped_topk: bool = True
+    num_expert_group: int = 1
+    topk_group: int = 1
+    # the rest
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = False
+    num_nextn_predict_layers: int = 0
+    carried: dict[str, Any] = field(default_factory=dict)  # keys that do not shape the network
+    # this library's own
+    layer_types: tuple[str, ...] | None = None  # a registered attention for every layer, instead of the two lists
+    balance: BalanceConfig = BalanceConfig()
+    mtp_loss_weight: float = 0.1
+    balance_loss_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        self._check_positive()
+        self._check_layers()
+        self._check_experts()
+        if not self.mla_use_nope:
+            raise ConfigError("mla_use_nope: expected true, got false; rotary positions are not part of this family")
+        if self.hidden_act == "situ" and None in (self.activation_situ_beta, self.activation_situ_linear_beta):
+            raise ConfigError(
+                "hidden_act: 'situ' needs activation_situ_beta and activation_situ_linear_beta; K3 has 4.0 and 25.0"
+            )
+        size = self.attn_res_block_size
+        if isinstance(size, int) and size < 1:
+            raise ConfigError(f"attn_res_block_size: expected at least 1, got {size}; null is the plain residual")
+
+    def _check_positive(self) -> None:
+        for name in (
+            "hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size", "num_attention_heads",
+            "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "moe_layer_freq",
+        ):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}; give a positive number")
+
+    def _check_layers(self) -> None:
+        linear = self.linear_attn_config
+        if self.layer_types is not None:
+            if len(self.layer_types) != self.num_hidden_layers:
+                raise ConfigError(
+                    f"layer_types: expected {self.num_hidden_layers} entries (num_hidden_layers), "
+                    f"got {len(self.layer_types)}; name one attention a layer"
+                )
+            return
+        both = sorted((*linear.kda_layers, *linear.full_attn_layers))
+        if both != list(range(1, self.num_hidden_layers + 1)):
+            raise ConfigError(
+                "linear_attn_config: expected kda_layers and full_attn_layers to hold every number from 1 to "
+                f"{self.num_hidden_layers} once, got {both}; layers are counted from 1"
+            )
+
+    def _check_experts(self) -> None:
+        if not any(self.is_moe(i) for i in range(self.num_hidden_layers)):
+            return
+        if not 1 <= self.num_experts_per_token <= self.num_experts:
+            raise ConfigError(
+                f"num_experts_per_token: expected from 1 to num_experts ({self.num_experts}), "
+                f"got {self.num_experts_per_token}; choose one in range"
+            )
+        if self.num_experts % self.num_expert_group:
+            raise ConfigError(
+                f"num_expert_group: expected a divisor of num_experts ({self.num_experts}), "
+                f"got {self.num_expert_group}; choose a divisor"
+            )
+
+    # what layer i (counted from 0) is
+
+    def attention(self, i: int) -> str:
+        """The registered name of layer i's attention: `kda`, `mla`, or what `layer_types` says."""
+        if self.layer_types is not None:
+            return self.layer_types[i]
+        return "kda" if i + 1 in self.linear_attn_config.kda_layers else "mla"
+
+    def is_moe(self, i: int) -> bool:
+        return self.num_experts > 0 and i >= self.first_k_dense_replace and i % self.moe_layer_freq == 0
+
+    @property
+    def residual_period(self) -> int | None:
+        """Sublayers between two finished blocks of the depth stream; None for the plain residual."""
+        size = self.attn_res_block_size
+        return 1 if size == "full" else None if size is None else 2 * size
+
+    # exchange with the released files
+
+    @classmethod
+    def from_hf(cls, values: dict[str, Any]) -> Self:
+        """From a released `config.json`: K3's, with its `text_config` inside, or Kimi Linear's flat one.
+
+        Behaviour is chosen by keys, not by the model's name.  Raises ConfigError on an unknown or missing key.
+        """
+        if "text_config" in values:
+            outer = {k: v for k, v in values.items() if k != "text_config"}
+            flat = dict(values["text_config"])
+            unknown = set(outer) - CARRIED - {"tie_word_embeddings"}
+            carried = {"outer": outer, **_take_carried(flat)}
+        else:
+            flat, unknown = dict(values), set()
+            carried = _take_carried(flat)
+        own = flat.pop("perilune", {})
+        known = set(cls.__dataclass_fields__) - {"carried"}
+        unknown |= set(flat) - known
+        if unknown:
+            key = min(unknown)
+            raise ConfigError(f"config: unknown key {key!r}; {nearest(key, known | CARRIED)}")
+        return cls.from_dict({**flat, **own, "carried": carried})
+
+    def to_hf(self) -> dict[str, Any]:
+        """The inverse of `from_hf`; what only this library knows goes under the key `perilune`."""
+        values = self.to_dict()
+        carried = values.pop("carried")
+        own = {key: values.pop(key) for key in ("layer_types", "balance", "mtp_loss_weight", "balance_loss_weight")}
+        outer = carried.pop("outer", None)
+        inner = {**_without_absent(values), **carried, "perilune": own}
+        return inner if outer is None else {**outer, "text_config": inner}
+
+    @property
+    def vision(self) -> dict[str, Any] | None:
+        """The released `vision_config`, as it came."""
+        return self.carried.get("outer", {}).get("vision_config")
+
+
+def _take_carried(flat: dict[str, Any]) -> dict[str, Any]:
+    return {key: flat.pop(key) for key in CARRIED & set(flat)}
+
+
+def _without_absent(values: dict[str, Any]) -> dict[str, Any]:
+    """Without the switches that are off: releases leave those keys out."""
+    return {k: _without_absent(v) if isinstance(v, dict) else v for k, v in values.items() if v is not None}
+
+
+def hybrid_layers(num_layers: int, period: int = 4) -> dict[str, tuple[int, ...]]:
+    """The releases' schedule, counted from 1: every `period`-th layer and the last are MLA, the others KDA."""
+    full = tuple(i for i in range(1, num_layers + 1) if i % period == 0 or i == num_layers)
+    return {"full_attn_layers": full, "kda_layers": tuple(i for i in range(1, num_layers + 1) if i not in full)}

@@ -1,0 +1,235 @@
+"""The K3-class language model."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from perilune.core.errors import ShapeError
+from perilune.models.k3.config import K3Config
+from perilune.models.k3.layer import DecoderLayer, MTPLayer
+from perilune.models.k3.roles import parameter_roles
+from perilune.nn import BlockAttnRes, DepthStream, GatedMLA, HybridCache, RMSNorm, initialize_
+from perilune.nn.balancer import Balancer
+from perilune.nn.precision import at_least_float32
+from perilune.ops.packing import boundaries
+from perilune.optim.roles import Roles
+
+IGNORED = -100  # a label that is not predicted
+
+
+@dataclass
+class K3Output:
+    """What a forward pass gives."""
+
+    logits: Tensor | None = None
+    """[B, T, V]; None where `targets` asked for the loss only."""
+    loss: Tensor | None = None
+    """The scalar to minimise: next-token loss plus the weighted others."""
+    losses: dict[str, Tensor] = field(default_factory=dict)
+    """Its unweighted parts: `next_token`, and `mtp` and `balance` where the model has them."""
+    cache: HybridCache | None = None
+
+
+class Backbone(nn.Module):
+    """Embedding, decoder layers, the last mixer and norm."""
+
+    def __init__(self, config: K3Config) -> None:
+        super().__init__()
+        mixers = config.residual_period is not None
+        self.period = config.residual_period
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, config.attention(i), moe=config.is_moe(i), mixers=mixers)
+            for i in range(config.num_hidden_layers)
+        )
+        self.output_attn_res = BlockAttnRes(config.hidden_size, config.rms_norm_eps) if mixers else None
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mtp = nn.ModuleList(MTPLayer(config) for _ in range(config.num_nextn_predict_layers))
+
+    def forward(self, input_ids: Tensor, cache: HybridCache | None, cu_seqlens: Sequence[int] | None) -> Tensor:
+        """The features before the last norm: [B, T] to [B, T, D]."""
+        stream = DepthStream(self.embed_tokens(input_ids), self.period)
+        for i, layer in enumerate(self.layers):
+            layer(stream, cache=None if cache is None else cache.layers[i], cu_seqlens=cu_seqlens)
+        return stream.mixed(self.output_attn_res)
+
+
+class K3Model(nn.Module):
+    """A K3-class causal language model (K3 report, section 2).
+
+    >>> from perilune.models.k3 import presets
+    >>> model = K3Model(presets.nano())
+    >>> model(torch.tensor([[1, 2, 3]])).logits.shape
+    torch.Size([1, 3, 2048])
+    """
+
+    def __init__(self, config: K3Config) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Backbone(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Draws every parameter anew; also what a model built on the meta device needs after `to_empty(device=...)`."""
+        initialize_(self, self.config.initializer_range)
+        pad = self.config.carried.get("outer", self.config.carried).get("pad_token_id")
+        if pad is not None and 0 <= pad < self.config.vocab_size:
+            with torch.no_grad():
+                self.model.embed_tokens.weight[pad].zero_()
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        *,
+        cache: HybridCache | None = None,
+        cu_seqlens: Tensor | Sequence[int] | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        targets: Tensor | None = None,
+    ) -> K3Output:
+        """`input_ids: [B, T]`.
+
+        cache: from `new_cache(N)`; the tokens go on where its N sequences stopped, and it is moved forward in place.
+        cu_seqlens: [N+1], B is 1: packed documents that do not see each other (with a cache: one for each sequence).
+        attention_mask: [B, T], 0 at padding on either side; padding is taken out before the first layer.
+        labels: [B, T] aligned with `input_ids`, -100 where nothing is to be learned; shifted here, inside documents.
+        targets: [B, T], already shifted: what each position is to predict.  Gives the loss without keeping logits.
+        """
+        if input_ids.dim() != 2:
+            raise ShapeError(f"input_ids: expected [B, T], got {list(input_ids.shape)}; add a batch axis")
+        if labels is not None and targets is not None:
+            raise ShapeError("labels: expected labels or targets, got both; labels are shifted, targets are not")
+        for name, value in (("labels", labels), ("targets", targets), ("attention_mask", attention_mask)):
+            if value is not None and value.shape != input_ids.shape:
+                raise ShapeError(
+                    f"{name}: expected {list(input_ids.shape)}, got {list(value.shape)}; align with input_ids"
+                )
+        if attention_mask is not None:
+            return self._forward_padded(input_ids, attention_mask.bool(), cache, cu_seqlens, labels, targets)
+        cu = boundaries(cu_seqlens, *input_ids.shape)
+        h = self.model(input_ids, cache, cu)
+        features = self.model.norm(h)
+        output = K3Output(cache=cache)
+        if targets is None:
+            output.logits = self.lm_head(features)
+        if labels is not None:
+            targets = shifted(labels, cu)
+        if targets is not None:
+            logits = self.lm_head(features) if output.logits is None else output.logits
+            output.losses = self._losses(h, logits, targets, cu)
+            output.loss = self._total(output.losses)
+        return output
+
+    def _forward_padded(
+        self,
+        input_ids: Tensor,
+        real: Tensor,
+        cache: HybridCache | None,
+        cu_seqlens: Tensor | Sequence[int] | None,
+        labels: Tensor | None,
+        targets: Tensor | None,
+    ) -> K3Output:
+        """Takes padding out, runs the real tokens as packed documents, and puts logits back where they belong."""
+        if cu_seqlens is not None:
+            if bool(real.all()):  # a mask that hides nothing changes nothing
+                return self(input_ids, cache=cache, cu_seqlens=cu_seqlens, labels=labels, targets=targets)
+            raise ShapeError(
+                "attention_mask: expected none beside cu_seqlens, got one with padding; pack real tokens only"
+            )
+        cu = [0, *real.sum(1).cumsum(0).tolist()]
+        pack = [None if t is None else t[real][None] for t in (labels, targets)]
+        output = self(input_ids[real][None], cache=cache, cu_seqlens=cu, labels=pack[0], targets=pack[1])
+        if output.logits is not None:
+            logits = output.logits.new_zeros(*input_ids.shape, output.logits.shape[-1])
+            output.logits = logits.masked_scatter(real[..., None], output.logits)
+        return output
+
+    def _losses(self, h: Tensor, logits: Tensor, targets: Tensor, cu: list[int] | None) -> dict[str, Tensor]:
+        losses = {"next_token": cross_entropy(logits, targets)}
+        if self.training:
+            further = []
+            for layer in self.model.mtp:
+                known = targets != IGNORED
+                embedding = self.model.embed_tokens(targets.clamp(min=0))
+                h, features = layer(h, embedding, cu_seqlens=cu, mask=known)
+                targets = shifted(targets, cu).masked_fill(~known, IGNORED)
+                further.append(cross_entropy(self.lm_head(features), targets))
+            if further:
+                losses["mtp"] = torch.stack(further).mean()
+            balance = [moe.auxiliary_loss for moe in self._moes() if moe.auxiliary_loss is not None]
+            if balance:
+                losses["balance"] = torch.stack(balance).sum()
+        return losses
+
+    def _total(self, losses: dict[str, Tensor]) -> Tensor:
+        weight = {"next_token": 1.0, "mtp": self.config.mtp_loss_weight, "balance": self.config.balance_loss_weight}
+        return torch.stack([weight[name] * loss for name, loss in losses.items()]).sum()
+
+    def new_cache(self, batch: int) -> HybridCache:
+        """An empty cache for `batch` sequences."""
+        return HybridCache([layer.self_attn.new_cache(batch) for layer in self.model.layers])
+
+    # what a trainer needs to reach
+
+    def parameter_roles(self) -> Roles:
+        """How each parameter is to be optimised, by name; `.table()` prints."""
+        return parameter_roles(self)
+
+    def _decoder_layers(self) -> Iterator[DecoderLayer]:
+        return (m for m in self.modules() if isinstance(m, DecoderLayer))
+
+    def _moes(self) -> Iterator["nn.Module"]:
+        return (layer.block_sparse_moe for layer in self._decoder_layers() if layer.block_sparse_moe is not None)
+
+    def balancers(self) -> dict[str, Balancer]:
+        """Every MoE layer's balancer by module name; call `update()` on each after the optimizer's step."""
+        return {name: m for name, m in self.named_modules() if isinstance(m, Balancer)}
+
+    def latent_attentions(self) -> dict[str, GatedMLA]:
+        """Every MLA layer by module name: what QK-clip watches."""
+        return {name: m for name, m in self.named_modules() if isinstance(m, GatedMLA)}
+
+    def recompute_activations(self, on: bool = True) -> None:
+        """Keeps only sublayer inputs for the backward pass and computes the rest again there."""
+        for layer in self._decoder_layers():
+            layer.recompute = on
+
+    # files
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, *, dtype: torch.dtype | None = None) -> "K3Model":
+        """The model in `folder`: `config.json` and safetensors with the released names."""
+        from perilune.models.k3.convert import load
+
+        return load(cls, Path(folder), dtype)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Writes `config.json` and safetensors with the released names into `folder`."""
+        from perilune.models.k3.convert import save
+
+        save(self, Path(folder))
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean over targets other than -100, in at least float32; 0 where there are none."""
+    total = F.cross_entropy(
+        at_least_float32(logits.flatten(0, 1)), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+    return total / (targets != IGNORED).sum().clamp(min=1)
+
+
+def shifted(labels: Tensor, cu: Sequence[int] | None) -> Tensor:
+    """What each position is to predict: the next label of its document, -100 at a document's end.  `[B, T]`."""
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    if cu is not None:
+        ends = [end - 1 for start, end in itertools.pairwise(cu) if end > start]
+        targets[:, ends] = IGNORED
+    return targets

@@ -1,0 +1,161 @@
+"""The Kimi Delta Attention layer: short convolutions, per-channel decay, the delta rule, a gated head norm."""
+
+import math
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from perilune.core.errors import ConfigError, ShapeError
+from perilune.nn.cache import RecurrentCache, token_counts
+from perilune.nn.norm import GatedHeadNorm
+from perilune.nn.precision import Float32Parameters
+from perilune.ops import BoundedGate, SoftplusGate, kda, short_conv
+from perilune.ops.packing import boundaries
+
+
+class ShortConv(Float32Parameters):
+    """The filter of a depthwise causal convolution: `weight` [D, 1, W], kept in float32."""
+
+    float32 = ("weight",)
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        bound = self.weight.shape[-1] ** -0.5
+        nn.init.uniform_(self.weight, -bound, bound)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, width={self.weight.shape[-1]}"
+
+
+class KimiDeltaAttention(Float32Parameters):
+    """Kimi Delta Attention (K3 report, section 2.1.1; Kimi Linear paper).
+
+    Per head, with state S [K, V] in float32, zero at the start of every document:
+
+        q, k = l2norm(silu(conv(W x))),  v = silu(conv(W x)),  beta = sigmoid(W_b x)
+        g    = g_min * sigmoid(exp(A_log) * (W_fb W_fa x + dt_bias))         bounded, g_min = -5
+           or  -exp(A_log) * softplus(W_fb W_fa x + dt_bias)                 with g_min=None, Kimi Linear's
+        S_t  = (I - beta k k^T) Diag(exp g) S_{t-1} + beta k v^T,   o_t = K^-1/2 S_t^T q
+        y    = W_o [ sigmoid(W_g x) * RMSNorm_head(o) ]
+
+    `x: [B, T, D]` gives `[B, T, D]`.  With `cu_seqlens: [N+1]` (then B is 1) every document starts afresh, or, with a
+    cache of N sequences, goes on where its sequence stopped.
+
+    Parameters have the names and shapes of the released checkpoints; `A_log` [H], `dt_bias` [H*K] and the convolution
+    filters stay in float32.
+    """
+
+    float32: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int,
+        *,
+        g_min: float | None = -5.0,
+        conv_size: int = 4,
+        full_rank_gate: bool = True,
+        norm_eps: float = 1e-5,
+    ) -> None:
+        super().__init__()
+        if g_min is not None and not -5.5 <= g_min < 0:
+            raise ConfigError(f"g_min: expected from -5.5 up to below 0, got {g_min}; give None for the softplus gate")
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self.g_min = g_min
+        width = num_heads * head_dim
+        self.q_proj = nn.Linear(hidden_size, width, bias=False)
+        self.k_proj = nn.Linear(hidden_size, width, bias=False)
+        self.v_proj = nn.Linear(hidden_size, width, bias=False)
+        self.q_conv1d = ShortConv(width, conv_size)
+        self.k_conv1d = ShortConv(width, conv_size)
+        self.v_conv1d = ShortConv(width, conv_size)
+        self.f_a_proj = nn.Linear(hidden_size, head_dim, bias=False)
+        self.f_b_proj = nn.Linear(head_dim, width, bias=False)
+        self.dt_bias = nn.Parameter(torch.empty(width))
+        self.A_log = nn.Parameter(torch.empty(num_heads))
+        self.b_proj = nn.Linear(hidden_size, num_heads, bias=False)
+        self.full_rank_gate = full_rank_gate
+        if full_rank_gate:
+            self.g_proj = nn.Linear(hidden_size, width, bias=False)
+        else:
+            self.g_a_proj = nn.Linear(hidden_size, head_dim, bias=False)
+            self.g_b_proj = nn.Linear(head_dim, width, bias=False)
+        self.o_norm = GatedHeadNorm(head_dim, norm_eps)
+        self.o_proj = nn.Linear(width, hidden_size, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The decay as its sources draw it: steps log-uniform in [0.001, 0.1]; A = 0 bounded, log U(1, 16) softplus."""
+        with torch.no_grad():
+            self.dt_bias.uniform_(math.log(0.001), math.log(0.1)).exp_().clamp_(min=1e-4)
+            self.dt_bias.add_(torch.log(-torch.expm1(-self.dt_bias)))  # inverse softplus
+            if self.g_min is None:
+                self.A_log.uniform_(1, 16).log_()
+            else:
+                self.A_log.zero_()
+
+    def new_cache(self, batch: int) -> RecurrentCache:
+        return RecurrentCache([0] * batch)
+
+    def forward(
+        self, x: Tensor, *, cache: RecurrentCache | None = None, cu_seqlens: Tensor | Sequence[int] | None = None
+    ) -> Tensor:
+        B, T, _ = x.shape
+        cu = boundaries(cu_seqlens, B, T)
+        counts = token_counts(B, T, cu)
+        if cache is not None and len(cache.lengths) != len(counts):
+            raise ShapeError(
+                f"cache: expected one for {len(counts)} sequences, got one for {len(cache.lengths)}; make a new one"
+            )
+        q, k, v, window = self._convolved(x, cache, cu)
+        heads = (B, T, self.num_heads, self.head_dim)
+        o, state = kda(
+            q.view(heads),
+            k.view(heads),
+            v.view(heads),
+            self.f_b_proj(self.f_a_proj(x)).view(heads),
+            self.b_proj(x),
+            gate=self.gate,
+            normalize_qk=True,
+            beta_logits=True,
+            initial_state=None if cache is None else cache.state,
+            output_final_state=cache is not None,
+            cu_seqlens=cu,
+        )
+        if cache is not None:
+            cache.update(window, state, counts)
+        gate = self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x))
+        return self.o_proj(self.o_norm(o, gate.view(heads)).view(B, T, -1))
+
+    def _convolved(
+        self, x: Tensor, cache: RecurrentCache | None, cu: list[int] | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """q, k, v after their convolutions, `[B, T, P]` each, and the window `[N, W-1, 3P]` that a cache keeps."""
+        past = (None,) * 3 if cache is None or cache.conv is None else cache.conv.chunk(3, dim=-1)
+        outputs, windows = [], []
+        for proj, conv, old in zip(
+            (self.q_proj, self.k_proj, self.v_proj), (self.q_conv1d, self.k_conv1d, self.v_conv1d), past
+        ):
+            y, window = short_conv(
+                proj(x), conv.weight, initial_state=old, output_final_state=cache is not None, cu_seqlens=cu
+            )
+            outputs.append(y)
+            windows.append(window)
+        return outputs[0], outputs[1], outputs[2], None if cache is None else torch.cat(windows, dim=-1)
+
+    @property
+    def gate(self) -> BoundedGate | SoftplusGate:
+        """What turns the decay logit into the log-decay."""
+        bias = self.dt_bias.view(self.num_heads, self.head_dim)
+        return SoftplusGate(self.A_log, bias) if self.g_min is None else BoundedGate(self.A_log, bias, self.g_min)
+
+    def extra_repr(self) -> str:
+        return f"heads={self.num_heads}, head_dim={self.head_dim}, g_min={self.g_min}"
