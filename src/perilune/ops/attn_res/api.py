@@ -1,0 +1,36 @@
+"""The public call: check the tensors, pick a backend, run it."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from perilune.core.backends import Backends
+from perilune.ops.attn_res import chunked, reference
+from perilune.ops.attn_res.checks import check_sources, check_vector
+
+BACKENDS = Backends("attn_res")
+BACKENDS.register("chunked", chunked.attn_res)
+BACKENDS.register("reference", reference.attn_res)
+
+
+def attn_res(
+    query: Tensor, sources: Sequence[Tensor], key_weight: Tensor, *, eps: float = 1e-5, backend: str = "auto"
+) -> Tensor:
+    """A per-token mixture of the sources, weighted by how well each answers one learned query.
+
+        score_i = <query * key_weight, v_i rsqrt(mean v_i^2 + eps)>
+        h       = sum_i softmax(score)_i v_i                         (Attention Residuals paper; K3 report, same title)
+
+    The norm is for the scores alone: what is mixed are the raw sources.  There is no 1/sqrt(D).  A query of zeros
+    gives the plain mean, a single source gives that source, and its query a gradient of exactly 0.
+
+    query, key_weight: [D], the mixer's pseudo-query and its RMSNorm weight.  sources: one or more tensors [..., D] of
+    one shape and floating dtype.  eps: that of the norm, in the units of v^2.
+    Returns [..., D] in the dtype of the sources; scores, softmax and sum are float32 (float64 for float64).
+    The backward pass keeps the sources themselves, not copies.
+    Raises ShapeError where the tensors do not fit.
+    """
+    check_sources(sources)
+    check_vector("query", query, sources[0])
+    check_vector("key_weight", key_weight, sources[0])
+    return BACKENDS.pick(backend, query, sources, key_weight, eps)(query, sources, key_weight, eps)

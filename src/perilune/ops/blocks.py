@@ -1,0 +1,20 @@
+"""Row blocks: elementwise work on a large tensor, a few rows at a time.
+
+An operation of several steps that runs block by block keeps its float32 intermediates in the processor's cache and
+never holds them for the whole tensor.
+"""
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+CPU_BLOCK = 2**18  # elements: 1 MiB of float32, about a core's second-level cache
+DEVICE_BLOCK = 2**26  # elements: enough to fill any accelerator
+
+
+def row_blocks(x: Tensor) -> Iterator[tuple[int, int]]:
+    """The bounds (first, past last) of blocks that cover the rows of x [R, D], in order."""
+    R, D = x.shape
+    elements = CPU_BLOCK if x.device.type == "cpu" else DEVICE_BLOCK
+    step = max(1, elements // max(1, D))
+    return ((first, min(first + step, R)) for first in range(0, R, step))
