@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from perilune.core.errors import ConfigError
@@ -53,7 +52,7 @@ class PerHeadMuon(torch.optim.Optimizer):
         named = dict(roles) if isinstance(roles, Mapping) else {str(i): role for i, role in enumerate(roles)}
         _check_hyperparameters(lr, adamw_lr, weight_decay, momentum=momentum, beta1=betas[0], beta2=betas[1])
         for name, role in named.items():
-            if isinstance(role.param, DTensor) and role.kind == "muon":
+            if role.kind == "muon" and hasattr(role.param, "placements"):  # a DTensor, without importing it
                 raise ConfigError(
                     f"{name}: expected a whole tensor, got a DTensor; Muon would see a shard of the matrix"
                 )

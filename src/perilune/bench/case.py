@@ -1,0 +1,43 @@
+"""What a benchmark is."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+"""Where the cases put their inputs."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to do the work of a case."""
+
+    label: str
+    run: Callable[[], object]
+    """Does the work once, on inputs made beforehand."""
+    skipped: str = ""
+    """Why it cannot run here; it is then reported with this reason and not timed."""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A promise: `faster` takes at most 1 / `ratio` of the time of `slower`."""
+
+    faster: str
+    slower: str
+    ratio: float
+
+
+@dataclass(frozen=True)
+class Case:
+    """Several ways to do the same work, proof that they agree, and how much faster the good one must be."""
+
+    name: str
+    title: str
+    """What is done, with its sizes."""
+    build: Callable[[], Sequence[Candidate]]
+    """Makes the inputs and the candidates that share them; the first is the baseline."""
+    check: Callable[[], None]
+    """Raises AssertionError where a candidate is wrong; nothing is timed then."""
+    gates: tuple[Gate, ...] = ()

@@ -1,0 +1,57 @@
+"""A sparse layer with very many small experts: the grouped form against the loop over experts."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from perilune.bench.case import DEVICE, Candidate, Case, Gate
+from perilune.ops import grouped_experts
+
+REFERENCE, FAST = "loop over experts", "perilune"
+E, TOP_K, M, D, F = 896, 16, 2048, 64, 32
+
+
+def inputs(tokens: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """x, w_gate, w_up, w_down, ids, weights of a random router; and dL/dy."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=dtype).to(DEVICE)
+
+    weights, ids = normal(tokens, E).sigmoid().topk(TOP_K)
+    weights = (weights / weights.sum(-1, keepdim=True)).to(torch.promote_types(dtype, torch.float32))
+    leaves = normal(tokens, D), normal(E, F, D) * D**-0.5, normal(E, F, D) * D**-0.5, normal(E, D, F) * F**-0.5
+    return *(x.requires_grad_() for x in leaves), ids, weights.requires_grad_(), normal(tokens, D)
+
+
+def forward_backward(backend: str, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The output and the gradients of everything that has one."""
+    *arguments, dy = tensors
+    y = grouped_experts(*arguments, backend=backend)
+    return y.detach(), *torch.autograd.grad(y, [x for x in arguments if x.requires_grad], dy)
+
+
+def build() -> Sequence[Candidate]:
+    tensors = inputs(M, torch.float32)
+    return (
+        Candidate(REFERENCE, partial(forward_backward, "reference", tensors)),
+        Candidate(FAST, partial(forward_backward, "auto", tensors)),
+    )
+
+
+def check() -> None:
+    """In float64 on fewer tokens, so that some experts get none."""
+    tensors = inputs(100, torch.float64)
+    expected, got = (forward_backward(backend, tensors) for backend in ("reference", "auto"))
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+
+
+CASE = Case(
+    name="grouped_experts",
+    title=f"{E} experts, {TOP_K} a token, forward and backward: {M} tokens, width {D}, inner width {F}, float32",
+    build=build,
+    check=check,
+    gates=(Gate(FAST, REFERENCE, 10.0),),
+)

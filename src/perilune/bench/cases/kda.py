@@ -1,0 +1,72 @@
+"""KDA over a long row: the fast form against the token loop and against `transformers`."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from perilune.bench.case import DEVICE, Candidate, Case, Gate
+from perilune.ops import kda
+
+REFERENCE, FAST, TRANSFORMERS = "token loop", "perilune", "transformers"
+T, H, D = 4096, 4, 64
+
+
+def inputs(length: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """q, k, v, log decay in (-5, 0), write strength: [1, length, H, D] leaves with unit keys; and dL/do."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, z, do = torch.randn(5, 1, length, H, D, generator=generator, dtype=dtype).to(DEVICE)
+    beta = torch.rand(1, length, H, generator=generator, dtype=dtype).to(DEVICE)
+    leaves = normalize(q, dim=-1), normalize(k, dim=-1), v, -5 * torch.sigmoid(3 * z - 3), beta
+    return *(x.requires_grad_() for x in leaves), do
+
+
+def forward_backward(op: Callable[..., Any], tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The output and the gradients of q, k, v, g, beta."""
+    *leaves, do = tensors
+    o = op(*leaves)[0]
+    return o.detach(), *torch.autograd.grad(o, leaves, do)
+
+
+def transformers_op() -> Callable[..., Any] | None:
+    if find_spec("transformers") is None or find_spec("transformers.models.kimi_linear") is None:
+        return None
+    from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
+
+    return chunk_kimi_delta_attention
+
+
+def build() -> Sequence[Candidate]:
+    tensors = inputs(T, torch.float32)
+    theirs = transformers_op()
+    return (
+        Candidate(REFERENCE, partial(forward_backward, partial(kda, backend="reference"), tensors)),
+        Candidate(TRANSFORMERS, partial(forward_backward, theirs, tensors))
+        if theirs
+        else Candidate(TRANSFORMERS, lambda: None, skipped="transformers with Kimi Linear is not installed"),
+        Candidate(FAST, partial(forward_backward, kda, tensors)),
+    )
+
+
+def check() -> None:
+    """The fast form in float64, and `transformers` (float32 inside), against the token loop, gradients too."""
+    exact, single = inputs(200, torch.float64), inputs(200, torch.float32)
+    expected = forward_backward(partial(kda, backend="reference"), exact)
+    torch.testing.assert_close(forward_backward(kda, exact), expected, rtol=1e-10, atol=1e-10)
+    for op in (kda, transformers_op()):
+        if op is not None:
+            got = forward_backward(op, single)
+            torch.testing.assert_close([x.double() for x in got], list(expected), rtol=1e-3, atol=1e-3)
+
+
+CASE = Case(
+    name="kda",
+    title=f"Kimi Delta Attention, forward and backward: 1 row of {T} tokens, {H} heads of {D}, float32",
+    build=build,
+    check=check,
+    gates=(Gate(FAST, REFERENCE, 25.0), Gate(FAST, TRANSFORMERS, 2.0)),
+)

@@ -1,0 +1,189 @@
+"""Runs benchmarks: nothing is timed before it is proven right, candidates take turns in one process."""
+
+import json
+import platform
+import subprocess
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from perilune import __version__
+from perilune.bench.case import DEVICE, Candidate, Case
+from perilune.bench.cases import find
+from perilune.core.errors import ConfigError, nearest
+
+ROUNDS = 15
+BUDGET_S = 4.0
+"""A candidate takes part in further rounds until it has run this long, so a slow baseline may run once."""
+
+
+def main(
+    names: Sequence[str],
+    *,
+    json_path: str | Path | None = None,
+    threads: int | None = None,
+    cases: Mapping[str, Case] | None = None,
+) -> int:
+    """Runs the named cases (all if none is named), prints a table for each, writes `json_path` if given.
+
+    threads: of torch on the CPU, for this process.  Returns 1 if a check or a gate failed, else 0.
+    Raises ConfigError for an unknown name.
+    """
+    cases = find() if cases is None else cases
+    for name in names:
+        if name not in cases:
+            raise ConfigError(f"{name}: expected the name of a benchmark; {nearest(name, cases)}")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    console = Console()
+    results = []
+    for name in names or cases:
+        result = run(cases[name])
+        show(result, console)
+        results.append(result)
+    if json_path is not None:
+        text = json.dumps({"environment": environment(), "cases": results}, indent=1)
+        Path(json_path).write_text(text + "\n", encoding="utf-8")
+    return 0 if all(result["passed"] for result in results) else 1
+
+
+def run(case: Case) -> dict[str, Any]:
+    """The result of one case as plain data; without times if its check fails."""
+    result: dict[str, Any] = {"name": case.name, "title": case.title, "check": "passed", "times": [], "gates": []}
+    try:
+        case.check()
+    except AssertionError as error:
+        return result | {"check": f"failed: {error}", "passed": False}
+    candidates = case.build()
+    seconds, peaks = take_turns([c for c in candidates if not c.skipped])
+    for candidate in candidates:
+        row: dict[str, Any] = {"label": candidate.label}
+        if candidate.skipped:
+            row["skipped"] = candidate.skipped
+        else:
+            row |= summary(seconds[candidate.label]) | {"peak_bytes": peaks[candidate.label]}
+        result["times"].append(row)
+    for gate in case.gates:
+        if gate.faster in seconds and gate.slower in seconds:
+            ratio = median(seconds[gate.slower]) / median(seconds[gate.faster])
+            row = {"ratio": ratio, "passed": ratio >= gate.ratio}
+        else:
+            row = {"skipped": "one side did not run"}
+        result["gates"].append({"faster": gate.faster, "slower": gate.slower, "required": gate.ratio} | row)
+    return result | {"passed": all(gate.get("passed", True) for gate in result["gates"])}
+
+
+def take_turns(candidates: Iterable[Candidate]) -> tuple[dict[str, list[float]], dict[str, int | None]]:
+    """Seconds of every run and peak memory (on a GPU) by label.
+
+    Rounds, in which every candidate runs once: what disturbs the machine for a while disturbs all alike.  The first
+    run of a candidate warms it up and does not count, unless it alone uses up the budget.
+    """
+    seconds: dict[str, list[float]] = {}
+    peaks: dict[str, int | None] = {}
+    waiting = list(candidates)
+    for candidate in waiting:
+        elapsed, peaks[candidate.label] = time_once(candidate)
+        seconds[candidate.label] = [elapsed] if elapsed > BUDGET_S else []
+    for _ in range(ROUNDS):
+        for candidate in waiting:
+            if sum(seconds[candidate.label]) < BUDGET_S:
+                seconds[candidate.label].append(time_once(candidate)[0])
+    return seconds, peaks
+
+
+def time_once(candidate: Candidate) -> tuple[float, int | None]:
+    """Seconds and, on a GPU, peak bytes of one run."""
+    on_gpu = DEVICE.type == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    candidate.run()
+    if on_gpu:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start, torch.cuda.max_memory_allocated() if on_gpu else None
+
+
+def summary(seconds: list[float]) -> dict[str, Any]:
+    """Median and interquartile range."""
+    low, _, high = quantiles(seconds, n=4) if len(seconds) > 1 else (seconds[0],) * 3
+    return {"median_s": median(seconds), "spread_s": high - low, "runs": len(seconds)}
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """Prints the result of one case."""
+    table = Table("", "median", "spread", "runs", "times the baseline", title=f"{result['name']}: {result['title']}")
+    timed = [row for row in result["times"] if "median_s" in row]
+    for row in result["times"]:
+        if "skipped" in row:
+            table.add_row(row["label"], f"skipped: {row['skipped']}")
+        else:
+            speed = f"{timed[0]['median_s'] / row['median_s']:.1f}x"
+            cells = f"{1e3 * row['median_s']:.1f} ms", f"{1e3 * row['spread_s']:.1f} ms", str(row["runs"]), speed
+            table.add_row(row["label"], *cells)
+    if result["check"] == "passed":
+        console.print(table)
+    else:
+        console.print(f"{result['name']}: check {result['check']}\nnot timed", markup=False)
+    for gate in result["gates"]:
+        line = f"{gate['faster']} against {gate['slower']}: expected {gate['required']:g}x, "
+        console.print(
+            line
+            + (f"got {gate['ratio']:.1f}x: {'pass' if gate['passed'] else 'FAIL'}" if "ratio" in gate else "skipped"),
+            markup=False,
+        )
+
+
+def environment() -> dict[str, Any]:
+    """Where the numbers were made."""
+    return {
+        "device": torch.cuda.get_device_name() if DEVICE.type == "cuda" else processor(),
+        "threads": torch.get_num_threads(),
+        "commit": commit(),
+        "versions": {
+            "perilune": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": installed("transformers"),
+        },
+    }
+
+
+def processor() -> str:
+    """The processor's name as the system gives it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+def installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def commit() -> str | None:
+    """The commit of these sources, with `-dirty` where they differ from it; None outside a repository of theirs."""
+    here = Path(__file__)
+    tracked = git(here.parent, "ls-files", "--error-unmatch", here.name)
+    return git(here.parent, "describe", "--always", "--dirty", "--exclude=*") if tracked else None
+
+
+def git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
