@@ -1,0 +1,340 @@
+"""Keeping experts equally loaded: one interface, several rules.
+
+In a step every forward calls `observe`; after the optimizer's step `update` moves the bias once, from all that was
+observed; a step that is thrown away calls `discard`.  With several ranks, sum each of `statistics()` over the ranks
+that hold different tokens, just before `update`: all are integers, so every rank then computes the same bias.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from perilune.core.errors import CheckpointError, ConfigError, nearest
+from perilune.nn.load import LoadWindow
+from perilune.nn.precision import Float32Parameters
+from perilune.ops.quantile_bias import bias_from_histogram, quantile_bias, score_histogram
+
+
+class Balancer(Float32Parameters):
+    """Owns the selection bias and counts loads; on its own it never moves the bias.  Subclasses say how.
+
+    Works inside anybody's mixture of experts:
+
+        self.balancer = QuantileBalancer(num_experts=64, top_k=4)
+        ...
+        scores = torch.sigmoid(self.router(x.float()))              # [M, E]
+        ids, weights = route(scores, self.balancer.bias, top_k=4)
+        self.balancer.observe(scores, ids, mask=real_tokens)
+        ...
+        optimizer.step()
+        self.balancer.update()                                      # once a step
+
+    bias: `[E]` buffer, saved with the model; not a parameter, so no optimizer, decay or clipping sees it.  It stays
+    float32 (or float64) under `.to(bfloat16)`, `.half()` and loading, so that biases which differ go on to differ.
+    loads: `[E]` int64, tokens for each expert in the last finished step.
+
+    `observe` does nothing in eval mode, while frozen, or when activation checkpointing runs a forward again.
+    """
+
+    float32: ClassVar[tuple[str, ...]] = ("bias",)
+    state_names: ClassVar[tuple[str, ...]] = ()
+
+    bias: Tensor
+    loads: Tensor
+    counts: Tensor
+
+    def __init__(self, num_experts: int, top_k: int) -> None:
+        super().__init__()
+        if not 1 <= top_k <= num_experts:
+            raise ConfigError(f"top_k: expected 1 to {num_experts} experts, got {top_k}; choose fewer")
+        self.num_experts, self.top_k = num_experts, top_k
+        self.frozen = False
+        self.register_buffer("bias", torch.zeros(num_experts, dtype=torch.float32))
+        self.register_buffer("loads", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
+        self.register_buffer("counts", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
+
+    def observe(self, scores: Tensor, ids: Tensor, mask: Tensor | None = None) -> Tensor | None:
+        """Takes note of one forward; returns a scalar to add to the loss, or None where the rule has none.
+
+        scores: `[..., E]` as given to `route`.  ids: `[..., top_k]` that it chose.  mask: `[...]` bool, True for real
+        tokens: padding is never counted.
+        """
+        if not self.training or self.frozen:
+            return None
+        scores, ids = scores.reshape(-1, self.num_experts), ids.reshape(-1, self.top_k)
+        if mask is not None:
+            scores, ids = scores[mask.reshape(-1)], ids[mask.reshape(-1)]
+        if not _recomputing():
+            with torch.no_grad():
+                self.counts += torch.bincount(ids.flatten(), minlength=self.num_experts)
+                self._collect(scores.detach())
+        return self._loss(scores, ids)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Ends the step: moves the bias by what was observed, for the next step to use."""
+        if not self.frozen and self.counts.any():
+            self.loads.copy_(self.counts)
+            self.bias.copy_(self._next_bias())
+        self.discard()
+
+    def discard(self) -> None:
+        """Forgets what was observed since the last update; for a step whose gradients were not finite."""
+        for statistic in self._buffers_to_sum():
+            statistic.zero_()
+
+    def freeze(self) -> Self:
+        """Holds the bias as it is and stops observing; short fine-tuning and sampling want this."""
+        self.discard()
+        self.frozen = True
+        return self
+
+    def unfreeze(self) -> Self:
+        """Goes on balancing."""
+        self.frozen = False
+        return self
+
+    def statistics(self) -> list[Tensor]:
+        """The step's integer tensors, to be summed over ranks in place; the same number and shapes on every rank."""
+        return self._buffers_to_sum()
+
+    def training_state(self) -> dict[str, Tensor]:
+        """What resuming training needs beside the bias: between steps, all of it."""
+        return {}
+
+    def load_training_state(self, state: dict[str, Tensor]) -> None:
+        """Takes up what `training_state` gave.  Raises CheckpointError if it is another rule's."""
+        if unknown := state.keys() - set(self.state_names):
+            raise CheckpointError(
+                f"training_state: expected {list(self.state_names)} of {type(self).__name__}, got {sorted(unknown)}; "
+                "load it into the kind of balancer that wrote it"
+            )
+
+    def extra_repr(self) -> str:
+        return f"num_experts={self.num_experts}, top_k={self.top_k}"
+
+    # What a rule defines.
+
+    def _collect(self, scores: Tensor) -> None:
+        """Adds these real tokens' scores `[m, E]` to the step's statistics."""
+
+    def _loss(self, scores: Tensor, ids: Tensor) -> Tensor | None:
+        """A scalar for the loss; computed on recomputation too, which must build the same graph."""
+        return None
+
+    def _next_bias(self) -> Tensor:
+        """The bias after this step, from `bias`, `counts` and what was collected."""
+        return self.bias
+
+    def _buffers_to_sum(self) -> list[Tensor]:
+        return [self.counts]
+
+
+class QuantileBalancer(Balancer):
+    """Quantile Balancing (K3 report, 2.3.3): the bias under which the observed step would have been balanced.
+
+    No step size: b is overwritten, not nudged (see `quantile_bias`).  `bins` sets the histogram; None keeps all scores
+    of a step for the exact estimate, which no other rank can add to.  `ema` smooths the estimates b' over steps,
+    b~ = ema b~ + (1 - ema) b', for steps of few tokens.
+    """
+
+    float32 = ("bias", "smoothed")
+    state_names = ("smoothed",)
+
+    histogram: Tensor | None
+    smoothed: Tensor | None
+
+    def __init__(self, num_experts: int, top_k: int, bins: int | None = 1000, ema: float | None = None) -> None:
+        super().__init__(num_experts, top_k)
+        if bins is not None and bins < 1:
+            raise ConfigError(f"bins: expected 1 or more, or None, got {bins}; 1000 serves well")
+        if ema is not None and not 0 <= ema < 1:
+            raise ConfigError(f"ema: expected at least 0 and below 1, got {ema}; 0.9 averages about ten steps")
+        self.bins, self.ema = bins, ema
+        empty = None if bins is None else torch.zeros(num_experts, bins, dtype=torch.int64)
+        self.register_buffer("histogram", empty, persistent=False)
+        self.register_buffer("smoothed", None, persistent=False)
+        self._scores: list[Tensor] = []
+
+    def statistics(self) -> list[Tensor]:
+        if self.histogram is None:
+            raise ConfigError("bins: expected a number to pool over ranks, got None (exact); use bins=1000")
+        return super().statistics()
+
+    def discard(self) -> None:
+        super().discard()
+        self._scores.clear()
+
+    def training_state(self) -> dict[str, Tensor]:
+        return {} if self.smoothed is None else {"smoothed": self.smoothed.clone()}
+
+    def load_training_state(self, state: dict[str, Tensor]) -> None:
+        super().load_training_state(state)
+        smoothed = state.get("smoothed")
+        self.smoothed = None if smoothed is None else smoothed.to(self.bias).clone()
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, bins={self.bins}, ema={self.ema}"
+
+    def _collect(self, scores: Tensor) -> None:
+        if self.top_k == self.num_experts:  # every token takes every expert
+            return
+        if self.histogram is None or self.bins is None:
+            self._scores.append(scores)
+        else:
+            self.histogram += score_histogram(scores, self.bias, self.top_k, self.bins)
+
+    def _next_bias(self) -> Tensor:
+        if self.top_k == self.num_experts:
+            return self.bias
+        if self.histogram is None:
+            estimate = quantile_bias(torch.cat(self._scores), self.bias, self.top_k)
+        else:
+            estimate = bias_from_histogram(self.histogram, self.bias, self.top_k)
+        if self.ema is None:
+            return estimate
+        self.smoothed = estimate if self.smoothed is None else torch.lerp(estimate, self.smoothed, self.ema)
+        return _centred(self.smoothed)
+
+    def _buffers_to_sum(self) -> list[Tensor]:
+        return [self.counts] if self.histogram is None else [self.counts, self.histogram]
+
+
+class SignBalancer(Balancer):
+    """Auxiliary-loss-free balancing: b_j += step * sign(mean load - load_j), then b -= mean(b).
+
+    From the paper "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts" and DeepSeek-V3.
+    """
+
+    def __init__(self, num_experts: int, top_k: int, step: float = 1e-3) -> None:
+        super().__init__(num_experts, top_k)
+        if step <= 0:
+            raise ConfigError(f"step: expected above 0, got {step}; 1e-3 is common, 1e-2 quick")
+        self.step = step
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, step={self.step}"
+
+    def _next_bias(self) -> Tensor:
+        # E load_j against the total: integers, so that an expert exactly at the mean is seen to be there.
+        short = torch.sign(self.counts.sum() - self.num_experts * self.counts)
+        return _centred(self.bias + self.step * short)
+
+
+class BandBalancer(Balancer):
+    """Pushes only the experts outside a band of recent loads; a popular account of K3's balancing, not the report's.
+
+    Over the last `window` steps, x_j is expert j's mean load, hi and lo the `high` and `low` quantiles of all loads:
+
+        b_j -= step if x_j > hi;   b_j += step if x_j < lo;   b -= mean(b)
+
+    The band is relative, so with a fixed step the outer experts go on swinging by `step`.  `adaptive` scales the
+    step by min(1, (hi - lo) / (2 mean load)), which settles.
+    """
+
+    state_names = ("window",)
+
+    def __init__(
+        self,
+        num_experts: int,
+        top_k: int,
+        window: int = 4,
+        step: float = 2e-2,
+        low: float = 0.1,
+        high: float = 0.9,
+        adaptive: bool = True,
+    ) -> None:
+        super().__init__(num_experts, top_k)
+        if window < 1:
+            raise ConfigError(f"window: expected 1 step or more, got {window}; 4 serves well")
+        if step <= 0:
+            raise ConfigError(f"step: expected above 0, got {step}; 0.02 serves well")
+        if not 0 <= low < high <= 1:
+            raise ConfigError(f"low, high: expected 0 <= low < high <= 1, got {low}, {high}; 0.1 and 0.9 are usual")
+        self.step, self.low, self.high, self.adaptive = step, low, high, adaptive
+        self._window = LoadWindow(window)
+
+    def training_state(self) -> dict[str, Tensor]:
+        return {"window": self._window.stack()} if len(self._window) else {}
+
+    def load_training_state(self, state: dict[str, Tensor]) -> None:
+        super().load_training_state(state)
+        self._window.clear()
+        for loads in state.get("window", []):
+            self._window.add(loads.to(self.counts))
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, step={self.step}, low={self.low}, high={self.high}, adaptive={self.adaptive}"
+
+    def _next_bias(self) -> Tensor:
+        self._window.add(self.counts)
+        loads = self._window.stack().double()  # [steps, E]
+        mean = loads.mean(0)
+        low, high = torch.quantile(loads, loads.new_tensor([self.low, self.high]))
+        step = self.step * ((high - low) / (2 * loads.mean())).clamp(max=1) if self.adaptive else self.step
+        push = (mean < low).to(loads.dtype) - (mean > high).to(loads.dtype)
+        return _centred(self.bias + step * push)
+
+
+class AuxLossBalancer(Balancer):
+    """The classic auxiliary loss: coefficient * E * sum_j f_j P_j; the bias stays 0.
+
+    f_j is the fraction of routed slots that went to expert j, P_j the mean over tokens of its score divided by the
+    token's sum of scores: coefficient at perfect balance, more otherwise, gradient through P only.  The loss is that of
+    one forward's tokens; add it where the language-model loss is made.
+    """
+
+    def __init__(self, num_experts: int, top_k: int, coefficient: float = 1e-3) -> None:
+        super().__init__(num_experts, top_k)
+        if coefficient < 0:
+            raise ConfigError(f"coefficient: expected 0 or more, got {coefficient}; 1e-3 to 1e-2 is usual")
+        self.coefficient = coefficient
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, coefficient={self.coefficient}"
+
+    def _loss(self, scores: Tensor, ids: Tensor) -> Tensor | None:
+        slots = max(ids.numel(), 1)
+        fraction = torch.bincount(ids.flatten(), minlength=self.num_experts).to(scores.dtype) / slots
+        share = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+        mean_share = share.sum(0) / max(share.shape[0], 1)  # 0, not NaN, when every token is padding
+        return self.coefficient * self.num_experts * (fraction @ mean_share)
+
+
+KINDS: dict[str, Callable[..., Balancer]] = {
+    "quantile": QuantileBalancer,
+    "sign": SignBalancer,
+    "band": BandBalancer,
+    "aux": AuxLossBalancer,
+    "none": Balancer,
+}
+
+
+def balancer(kind: str, num_experts: int, top_k: int, **options: Any) -> Balancer:
+    """The balancer called `kind` ("quantile", "sign", "band", "aux" or "none") with these options.
+
+    Raises ConfigError on an unknown kind or option, naming the nearest.
+    """
+    if kind not in KINDS:
+        raise ConfigError(f"balancer: expected one of {', '.join(KINDS)}, got {kind!r}; {nearest(kind, KINDS)}")
+    known = list(inspect.signature(KINDS[kind]).parameters)[2:]
+    for option in options:
+        if option not in known:
+            raise ConfigError(
+                f"{option}: expected an option of the {kind!r} balancer, got {option!r}; "
+                + (nearest(option, known) if known else "it takes none")
+            )
+    return KINDS[kind](num_experts, top_k, **options)
+
+
+def _recomputing() -> bool:
+    """Whether activation checkpointing runs this forward a second time: only then is autograd's engine at work."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _centred(bias: Tensor) -> Tensor:
+    wide = bias.double()
+    return wide - wide.mean()
