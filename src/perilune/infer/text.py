@@ -24,7 +24,8 @@ def stream_text(
 
     A document begins after the end of another, so the prompt follows an end-of-text token.
     """
-    ids = torch.tensor([[tokenizer.eos_id, *tokenizer.encode(prompt)]])
+    device = next(model.parameters()).device
+    ids = torch.tensor([[tokenizer.eos_id, *tokenizer.encode(prompt)]], device=device)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")  # holds back bytes until a character is whole
     for token in stream(model, ids, max_new_tokens, sampling=sampling, seed=seed):
         if int(token) == tokenizer.eos_id:

@@ -46,6 +46,7 @@ class DepthStream:
 
     def __init__(self, embedding: Tensor, period: int | None) -> None:
         self.period = period
+        self.dtype = embedding.dtype
         self.bank: list[Tensor] = []
         self._live: Tensor | None = embedding
         self._reads = 0
@@ -66,7 +67,8 @@ class DepthStream:
         return h
 
     def add(self, output: Tensor) -> None:
-        """Takes the sublayer's output into the live sum."""
+        """Takes the sublayer's output into the live sum, which keeps the embedding's dtype under autocast too."""
+        output = output.to(self.dtype)
         self._live = output if self._live is None else self._live + output
 
     def mixed(self, mixer: BlockAttnRes | None) -> Tensor:

@@ -138,7 +138,7 @@ class StableLatentMoE(nn.Module):
             self.experts.w2,
             ids,
             weights,
-            activation=self.activation,
+            activation="swiglu" if self.activation == "silu" else self.activation,
             beta_gate=self.beta_gate,
             beta_up=self.beta_up,
         )

@@ -31,6 +31,6 @@ class Float32Parameters(nn.Module):
         def keeping(t: Tensor) -> Tensor:
             new = fn(t)
             fell = id(t) in kept and new.is_floating_point() and new.dtype.itemsize < 4
-            return t.to(new.device) if fell else new
+            return t.to(new.device, torch.float32) if fell else new
 
         return super()._apply(keeping, recurse=False)

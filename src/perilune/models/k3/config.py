@@ -33,7 +33,7 @@ class LinearAttentionConfig(Config):
 class BalanceConfig(Config):
     """How the experts' selection bias is found (`perilune.nn.balancer`); no released config says."""
 
-    kind: Literal["quantile", "sign", "auxiliary", "band", "none"] = "quantile"
+    kind: Literal["quantile", "sign", "aux", "band", "none"] = "quantile"
     options: dict[str, Any] = field(default_factory=dict)  # of that balancer, e.g. {"bins": 1000, "ema": 0.9}
 
 

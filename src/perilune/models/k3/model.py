@@ -124,7 +124,7 @@ class K3Model(nn.Module):
             targets = shifted(labels, cu)
         if targets is not None:
             logits = self.lm_head(features) if output.logits is None else output.logits
-            output.losses = self._losses(h, logits, targets, cu)
+            output.losses = self._losses(input_ids, h, logits, targets, cu)
             output.loss = self._total(output.losses)
         return output
 
@@ -152,15 +152,19 @@ class K3Model(nn.Module):
             output.logits = logits.masked_scatter(real[..., None], output.logits)
         return output
 
-    def _losses(self, h: Tensor, logits: Tensor, targets: Tensor, cu: list[int] | None) -> dict[str, Tensor]:
+    def _losses(
+        self, input_ids: Tensor, h: Tensor, logits: Tensor, targets: Tensor, cu: list[int] | None
+    ) -> dict[str, Tensor]:
         losses = {"next_token": cross_entropy(logits, targets)}
         if self.training:
+            # The token after each: a target, or, where nothing is learned from it, the next input of its document.
+            following = torch.where(targets == IGNORED, shifted(input_ids, cu), targets)
             further = []
             for layer in self.model.mtp:
-                known = targets != IGNORED
-                embedding = self.model.embed_tokens(targets.clamp(min=0))
+                known = following != IGNORED
+                embedding = self.model.embed_tokens(following.clamp(min=0))
                 h, features = layer(h, embedding, cu_seqlens=cu, mask=known)
-                targets = shifted(targets, cu).masked_fill(~known, IGNORED)
+                following, targets = shifted(following, cu), shifted(targets, cu)
                 further.append(cross_entropy(self.lm_head(features), targets))
             if further:
                 losses["mtp"] = torch.stack(further).mean()
