@@ -1,0 +1,213 @@
+from collections import Counter
+from itertools import chain, pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perilune.core.errors import ConfigError, DataError
+from perilune.data.packing import IGNORE, Batch, PackedBatches, evaluation_batches
+
+LENGTHS = [5, 1, 23, 8, 13, 2, 40]  # seven documents, 92 tokens
+
+
+def make_documents(lengths: list[int]) -> list[np.ndarray]:
+    """Every token of every document has an id of its own, 0 among them."""
+    starts = np.cumsum([0, *lengths])
+    return [np.arange(a, b, dtype=np.int32) for a, b in pairwise(starts)]
+
+
+def slow_stream(documents: list[np.ndarray], orders: list[list[int]]) -> list[tuple[int, int, bool]]:
+    """(id, label, is it the first of its document) of every token, one at a time: the oracle."""
+    stream = []
+    for order in orders:
+        for d in order:
+            ids = documents[d].tolist()
+            stream += [(x, y, i == 0) for i, (x, y) in enumerate(zip(ids, [*ids[1:], IGNORE]))]
+    return stream
+
+
+def read(batches: PackedBatches, count: int) -> list[Batch]:
+    return [batches.next() for _ in range(count)]
+
+
+def labels_by_piece(batches: list[Batch]) -> list[list[int]]:
+    return [b.labels[0, start:stop].tolist() for b in batches for start, stop in pairwise(b.cu_seqlens.tolist())]
+
+
+def same(a: Batch, b: Batch) -> bool:
+    return all(torch.equal(getattr(a, name), getattr(b, name)) for name in ("input_ids", "labels", "cu_seqlens"))
+
+
+def orders_of(documents: list[np.ndarray], seed: int, epochs: int) -> list[list[int]]:
+    """The order of documents, read off the stream of batches that hold one token each."""
+    first = {int(document[0]): i for i, document in enumerate(documents)}
+    total = sum(map(len, documents))
+    ids = [int(batch.input_ids) for batch in read(PackedBatches(documents, 1, 1, seed), total * epochs)]
+    return [[first[x] for x in ids[e * total : (e + 1) * total] if x in first] for e in range(epochs)]
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(
+    st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(1, 60), st.integers(1, 60), st.integers(0, 2**40)
+)
+def test_batches_are_the_stream_cut(lengths: list[int], a: int, b: int, seed: int) -> None:
+    context, tokens = min(a, b), max(a, b)
+    documents = make_documents(lengths)
+    orders = orders_of(documents, seed, epochs=4)
+    stream = slow_stream(documents, orders)
+    batches = PackedBatches(documents, tokens, context, seed)
+    for begin in range(0, len(stream) - tokens, tokens):
+        batch = batches.next()
+        row = stream[begin : begin + tokens]
+        assert batch.input_ids.tolist() == [[x for x, _, _ in row]]
+        assert batch.labels.tolist() == [[y for _, y, _ in row]]
+        starts: list[int] = []
+        for i, (_, _, opens) in enumerate(row):
+            if i == 0 or opens or i - starts[-1] == context:
+                starts.append(i)
+        assert batch.cu_seqlens.tolist() == [*starts, tokens]
+
+
+def test_shapes_and_types() -> None:
+    batch = PackedBatches(make_documents(LENGTHS), 16, 8).next()
+    assert batch.input_ids.shape == batch.labels.shape == (1, 16)
+    assert batch.input_ids.dtype == batch.labels.dtype == batch.cu_seqlens.dtype == torch.int64
+
+
+def test_an_epoch_holds_every_token_once() -> None:
+    documents = make_documents(LENGTHS)  # 92 tokens = 4 batches of 23
+    batches = PackedBatches(documents, 23, 10, seed=1)
+    for epoch in range(3):
+        assert batches.epoch == epoch
+        ids = Counter(torch.cat([batch.input_ids[0] for batch in read(batches, 4)]).tolist())
+        assert ids == Counter(range(92))
+
+
+def test_every_epoch_has_an_order_of_its_own() -> None:
+    documents = make_documents([3] * 20)
+    first, second, third = orders_of(documents, seed=0, epochs=3)
+    assert sorted(first) == sorted(second) == sorted(third) == list(range(20))
+    assert len({tuple(order) for order in (first, second, third)}) == 3
+    assert orders_of(documents, seed=0, epochs=1) == [first]
+    assert orders_of(documents, seed=1, epochs=1) != [first]
+
+
+def test_the_order_is_the_same_everywhere() -> None:
+    assert orders_of(make_documents([2] * 7), seed=5, epochs=1) == [[4, 3, 5, 6, 2, 0, 1]]
+
+
+def test_resume_at_every_step_of_three_epochs() -> None:
+    documents = make_documents(LENGTHS)
+    straight = PackedBatches(documents, 14, 9, seed=2)  # 20 batches of 14 are just over three epochs of 92
+    states, expected = [], []
+    for _ in range(25):
+        states.append(dict(straight.state_dict()))
+        expected.append(straight.next())
+    for step in range(1, 21):
+        resumed = PackedBatches(documents, 14, 9, seed=2)
+        assert all(isinstance(value, int) for value in states[step].values())
+        resumed.load_state_dict(states[step])
+        assert all(same(a, b) for a, b in zip(read(resumed, 25 - step), expected[step:]))
+
+
+def test_other_sizes_go_on_where_the_last_ones_stopped() -> None:
+    documents = make_documents(LENGTHS)
+    reference = torch.cat([batch.input_ids[0] for batch in read(PackedBatches(documents, 1, 1), 92 * 3)])
+    batches = PackedBatches(documents, 12, 4)
+    ids = [batch.input_ids[0] for batch in read(batches, 5)]
+    batches.resize(tokens=31, context=31)
+    ids += [batch.input_ids[0] for batch in read(batches, 3)]
+    larger = PackedBatches(documents, 50, 20)  # a new stage, another process
+    larger.load_state_dict(batches.state_dict())
+    ids += [batch.input_ids[0] for batch in read(larger, 2)]
+    ids = torch.cat(ids)
+    assert torch.equal(ids, reference[: len(ids)])
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_readers_share_no_token(ranks: int) -> None:
+    documents = make_documents(LENGTHS)
+    single = read(PackedBatches(documents, 10, 6, seed=4), 12 * ranks)
+    readers = [PackedBatches(documents, 10, 6, seed=4, rank=rank, ranks=ranks) for rank in range(ranks)]
+    for step in range(12):
+        assert len({str(reader.state_dict()) for reader in readers}) == 1
+        for rank, reader in enumerate(readers):
+            assert same(reader.next(), single[step * ranks + rank])
+    alone = PackedBatches(documents, 10, 6, seed=4)  # another number of readers takes over
+    alone.load_state_dict(readers[1].state_dict())
+    assert alone.position == 12 * ranks * 10
+
+
+def test_masks_come_from_lengths_not_ids() -> None:
+    """A vocabulary in which one id is padding, end of text and a word at once; renaming ids renames them in batches."""
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(0, 3, size=n) for n in LENGTHS]
+    renamed = [np.array([7, 0, 9])[document] for document in documents]
+    names = torch.tensor([7, 0, 9])
+    for a, b in zip(read(PackedBatches(documents, 30, 8), 9), read(PackedBatches(renamed, 30, 8), 9)):
+        assert torch.equal(a.cu_seqlens, b.cu_seqlens)
+        assert torch.equal(names[a.input_ids], b.input_ids)
+        assert torch.equal(a.labels == IGNORE, b.labels == IGNORE)
+        real = a.labels != IGNORE
+        assert torch.equal(names[a.labels[real]], b.labels[real])
+
+
+def test_a_document_longer_than_many_batches() -> None:
+    batches = read(PackedBatches(make_documents([100]), 16, 16), 6)
+    assert torch.cat([b.input_ids[0] for b in batches]).tolist() == list(range(96))
+    assert torch.cat([b.labels[0] for b in batches]).tolist() == list(range(1, 97))
+    assert all(b.cu_seqlens.tolist() == [0, 16] for b in batches)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(1, 60), st.integers(1, 60))
+def test_evaluation_scores_every_token_but_the_first_once(lengths: list[int], a: int, b: int) -> None:
+    context, tokens = min(a, b), max(a, b)
+    documents = make_documents(lengths)
+    batches = evaluation_batches(documents, context, tokens)
+    for batch in batches:
+        assert batch.input_ids.shape[1] == batch.cu_seqlens[-1] <= tokens
+        assert torch.equal(batch.labels, batch.input_ids + 1)  # ids count up inside a document
+    pieces = labels_by_piece(batches)
+    assert all(0 < len(piece) <= context for piece in pieces)
+    assert list(chain(*pieces)) == [x for document in documents for x in document[1:].tolist()]
+    in_other_rows = evaluation_batches(documents, context, tokens + 17)
+    assert labels_by_piece(in_other_rows) == pieces
+
+
+def test_mistakes_are_refused() -> None:
+    documents = make_documents(LENGTHS)
+    for empty in ([], [np.array([], dtype=np.int64)]):
+        with pytest.raises(DataError, match="documents: expected at least one token"):
+            PackedBatches(empty, 8, 8)
+    for wrong in (np.zeros(3), np.zeros((2, 2), dtype=int)):
+        with pytest.raises(DataError, match="documents: expected 1-D arrays of integers"):
+            evaluation_batches([wrong], 8, 8)
+    with pytest.raises(ConfigError, match=r"tokens: expected at least 9 \(context\), got 8"):
+        PackedBatches(documents, 8, 9)
+    with pytest.raises(ConfigError, match="context: expected at least 1, got 0"):
+        evaluation_batches(documents, 0, 8)
+    with pytest.raises(ConfigError, match="rank: expected 0 to 1, got 2"):
+        PackedBatches(documents, 8, 8, rank=2, ranks=2)
+
+
+def test_another_stream_is_not_resumed() -> None:
+    documents = make_documents(LENGTHS)
+    state = PackedBatches(documents, 8, 8, seed=1).state_dict()
+    with pytest.raises(DataError, match="seed: expected 1 as when saved, got 2"):
+        PackedBatches(documents, 8, 8, seed=2).load_state_dict(state)
+    with pytest.raises(DataError, match="documents: expected 7 as when saved, got 6"):
+        PackedBatches(documents[:6], 8, 8, seed=1).load_state_dict(state)
+    with pytest.raises(DataError, match="stream_tokens: expected 92 as when saved, got 91"):
+        PackedBatches([*documents[:6], documents[6][1:]], 8, 8, seed=1).load_state_dict(state)
+
+
+def test_empty_documents_are_passed_over() -> None:
+    documents = make_documents(LENGTHS)
+    empty = np.array([], dtype=np.int32)
+    with_empty = [empty, *documents[:3], empty, *documents[3:], empty]
+    a, b = PackedBatches(documents, 20, 20), PackedBatches(with_empty, 20, 20)
+    assert all(same(x, y) for x, y in zip(read(a, 10), read(b, 10)))
