@@ -133,7 +133,7 @@ class KimiDeltaAttention(Float32Parameters):
         if cache is not None:
             cache.update(window, state, counts)
         gate = self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x))
-        return self.o_proj(self.o_norm(o, gate.view(heads)).view(B, T, -1))
+        return self.o_proj(self.o_norm(o, gate.view(heads)).flatten(2))
 
     def _convolved(
         self, x: Tensor, cache: RecurrentCache | None, cu: list[int] | None

@@ -86,7 +86,7 @@ class GatedMLA(nn.Module):
             o = self._cached_attention(q, latents, cache, counts, packed=cu is not None)
         if self.g_proj is not None:  # the gate multiplies in float32: rounding the output first would bias it
             o = at_least_float32(o) * at_least_float32(self.g_proj(x)).view_as(o).sigmoid()
-        return self.o_proj(o.to(x.dtype).reshape(B, T, -1))
+        return self.o_proj(o.to(x.dtype).flatten(2))
 
     def _expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
         """Latents `[N, L, rank + rope]` to keys `[N, L, H, nope + rope]` and values `[N, L, H, v]`."""
