@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 def judge(trainer, console) -> dict:  # type: ignore[no-untyped-def]
     """Held-out bits per byte of the model and of what needs no model, and the experts' load."""
-    from perilune.train.baselines import compressors, kneser_ney
+    from perilune.train.baselines import compressors
     from perilune.train.evaluate import bits_per_byte
 
     held_out = [d.text for d in trainer.corpus.held_out]
@@ -77,8 +77,7 @@ def judge(trainer, console) -> dict:  # type: ignore[no-untyped-def]
         train_text, test_text = (
             "".join(d.text for d in part).encode() for part in (trainer.corpus.train, trainer.corpus.held_out)
         )
-        bits |= compressors(test_text)
-        bits["Kneser-Ney, order 5"] = kneser_ney(train_text, test_text, order=5)
+        bits |= compressors(train_text, test_text)
     return {
         "bits_per_byte": bits,
         "expert_load": trainer.expert_load(),

@@ -68,11 +68,11 @@ def standard_library(held_out: float = 0.05, root: Path | None = None) -> Corpus
     """The sources of the running Python's own library, without its tests: real, long, licensed, always there.
 
     About 12 MB.  `held_out` is the share of files to hold out; `root` stands in for the library's folder.  What an
-    installation writes about its own build is left out, so that one release of Python gives one corpus everywhere.
+    installation writes about its own build is left out, so that one release of Python gives much the same corpus on
+    every machine; distributions leave out a package here and there.
     Raises DataError where the library is missing or cut down (as Debian's python3-minimal is).
     """
     root = Path(sysconfig.get_path("stdlib")) if root is None else Path(root)
-
     corpus = _read(root, "*.py", held_out, _NOT_LIBRARY)
     size = corpus.train_bytes + corpus.held_out_bytes
     if size < _SMALLEST_LIBRARY:
@@ -97,7 +97,7 @@ def text_folder(path: str | Path, pattern: str = "*.txt", held_out: float = 0.05
     if not corpus.train and not corpus.held_out:
         reasons = f" ({len(corpus.skipped)} skipped, {corpus.skipped[0]})" if corpus.skipped else ""
         raise DataError(
-            f"{path}: expected at least one {pattern} file in {path}, found none{reasons}; "
+            f"{path}: expected at least one {pattern} file, found none{reasons}; "
             "put UTF-8 text there or give another pattern"
         )
     return corpus
