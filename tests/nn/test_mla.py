@@ -1,4 +1,4 @@
-"""Gated MLA against an explicit masked softmax in float64, with and without a cache, and the logits that QK-clip reads."""
+"""Gated MLA against an explicit masked softmax in float64, with and without a cache; the logits that QK-clip reads."""
 
 import math
 from itertools import pairwise

@@ -71,7 +71,7 @@ class _GroupedExperts(torch.autograd.Function):
         gate = grouped_product(rows, w_gate.mT, counts)  # [P, F]
         up = grouped_product(rows, w_up.mT, counts)
         y = grouped_product(f(gate.to(wide), up.to(wide)).to(x.dtype), w_down.mT, counts)  # [P, D]
-        slots = _to_slots(y.to(wide), order, M * top_k).view(M, top_k, -1)
+        slots = _to_slots(y.to(wide), order, M * top_k).unflatten(0, (M, top_k))
         ctx.save_for_backward(x, w_gate, w_up, w_down, weights, order, counts, gate, up)
         ctx.f = f
         return (weights.to(wide).unsqueeze(1) @ slots).squeeze(1).to(x.dtype)
@@ -96,7 +96,7 @@ class _GroupedExperts(torch.autograd.Function):
         dgate, dup = a_gate.mul_(da).to(x.dtype), a_up.mul_(da).to(x.dtype)
         if ctx.needs_input_grad[0]:
             drows = grouped_product(dgate, w_gate, counts).to(wide) + grouped_product(dup, w_up, counts)
-            dx = _to_slots(drows, order, M * top_k).view(M, top_k, -1).sum(1).to(x.dtype)
+            dx = _to_slots(drows, order, M * top_k).unflatten(0, (M, top_k)).sum(1).to(x.dtype)
         rows = x[token] if ctx.needs_input_grad[1] or ctx.needs_input_grad[2] else x
         if ctx.needs_input_grad[1]:
             dw_gate = grouped_outer(dgate, rows, counts)
