@@ -34,7 +34,7 @@ def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator | None
     if sampling.temperature == 0:
         return logits.argmax(-1)
     logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature
-    values, order = logits.sort(-1, descending=True, stable=True)
+    values, order = logits.sort(stable=True, dim=-1, descending=True)
     p = values.softmax(-1)
     allowed = (p.cumsum(-1) - p) < sampling.top_p  # what stands before a token has not reached top_p yet
     allowed[..., 0] = True

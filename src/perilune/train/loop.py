@@ -14,7 +14,7 @@ from perilune.data.corpus import Corpus, standard_library, text_folder
 from perilune.data.packing import Batch, PackedBatches
 from perilune.data.tokenizer import ByteBPE
 from perilune.models.k3 import K3Model
-from perilune.nn.load import LoadWindow
+from perilune.nn.load import LoadWindow, dead_experts, gini, max_violation
 from perilune.optim import PerHeadMuon, qk_clip_
 from perilune.train.config import DataConfig, Run, Stage
 from perilune.train.metrics import Metrics
@@ -93,7 +93,7 @@ class Trainer:
                     lr=lr,
                     seconds=round(seconds, 4),
                     losses={name: round(value, 5) for name, value in losses.items()},
-                    gini=round(max((w.gini() for w in self.loads.values()), default=0.0), 4),
+                    gini=round(self.expert_load()["gini"], 4),
                 )
                 watch(progress)
 
@@ -110,7 +110,7 @@ class Trainer:
             for balancer in self.balancers.values():
                 balancer.discard()
             raise Diverged(
-                f"loss: expected a number, got {float(output.loss)} at step {self.steps_done + 1}; "
+                f"loss: expected a number, got {output.loss.item()} at step {self.steps_done + 1}; "
                 "lower the learning rate"
             )
         output.loss.backward()
@@ -152,11 +152,12 @@ class Trainer:
             attention.max_logits = None
 
     def expert_load(self) -> dict[str, float]:
-        """The worst layer's figures over the last `load_window` steps."""
+        """The worst layer's figures over the last `load_window` steps, and the dead experts of all layers."""
+        loads = [window.total() for window in self.loads.values()]
         return {
-            "gini": max((w.gini() for w in self.loads.values()), default=0.0),
-            "max_violation": max((w.max_violation() for w in self.loads.values()), default=0.0),
-            "dead_experts": sum(w.dead_experts() for w in self.loads.values()),
+            "gini": max(map(gini, loads), default=0.0),
+            "max_violation": max(map(max_violation, loads), default=0.0),
+            "dead_experts": sum(map(dead_experts, loads)),
         }
 
     def save(self, folder: Path) -> None:

@@ -31,7 +31,7 @@ class K3Output:
     loss: Tensor | None = None
     """The scalar to minimise: next-token loss plus the weighted others."""
     losses: dict[str, Tensor] = field(default_factory=dict)
-    """Its unweighted parts: `next_token`, and `mtp` and `balance` where the model has them."""
+    """Its unweighted parts, for the record: `next_token`, and `mtp` and `balance` where the model has them."""
     cache: HybridCache | None = None
 
 
@@ -124,8 +124,9 @@ class K3Model(nn.Module):
             targets = shifted(labels, cu)
         if targets is not None:
             logits = self.lm_head(features) if output.logits is None else output.logits
-            output.losses = self._losses(input_ids, h, logits, targets, cu)
-            output.loss = self._total(output.losses)
+            losses = self._losses(input_ids, h, logits, targets, cu)
+            output.loss = self._total(losses)
+            output.losses = {name: loss.detach() for name, loss in losses.items()}
         return output
 
     def _forward_padded(
