@@ -4,12 +4,18 @@ An operation of several steps that runs block by block keeps its float32 interme
 never holds them for the whole tensor.
 """
 
+import math
 from collections.abc import Iterator
 
 from torch import Tensor
 
-CPU_BLOCK = 2**18  # elements: 1 MiB of float32, about a core's second-level cache
+CPU_BLOCK = 2**18  # elements: 1 MiB of float32, of the order of a core's own cache
 DEVICE_BLOCK = 2**26  # elements: enough to fill any accelerator
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """[..., D] as [R, D], a view where the strides allow it."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1] if x.dim() else 1)
 
 
 def row_blocks(x: Tensor) -> Iterator[tuple[int, int]]:

@@ -19,7 +19,8 @@ def short_conv(
     outputs, states = [], []
     for document, state in zip(documents, initial_state):
         rows = torch.cat([state.to(compute), document.to(compute)])  # [W-1+T, D]
-        outputs.append(sum(weight[:, j].to(compute) * rows[j : j + len(document)] for j in range(W)))
+        taps = [weight[:, j].to(compute) * rows[j : j + len(document)] for j in range(W)]
+        outputs.append(torch.stack(taps).sum(0))
         states.append(torch.cat([state.to(x.dtype), document])[len(document) :])
     y = torch.stack(outputs) if cu is None else torch.cat(outputs).unsqueeze(0)
     if activation == "silu":
