@@ -1,0 +1,144 @@
+"""How the tokens of N sequences are laid out in chunks.
+
+A chunk is `size` rows of one sequence.  Step s holds chunk s of every sequence that has one, longest sequence first,
+so the sequences alive at a step are always the first ones, and a scan over the steps is one batched product each.
+Steps are worked on in parts, small enough that temporaries stay in cache and their memory is used again.
+"""
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+PART = 1 << 17  # elements of one [R, C, K] tensor of a part, roughly
+MIN_STEPS = 4  # of a part: a state is kept for each, so they must not be short
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run of steps as tensors of rows [R, C, ...], R = chunks * heads, C = `size`, ordered by step, sequence, head.
+
+    Rows that no token fills are zero: zero k and beta write nothing, zero g forgets nothing.
+    """
+
+    size: int
+    live: list[int]  # sequences alive at each step
+    span: slice | None  # plain batch: the tokens of every sequence
+    tokens: Tensor | None = None  # packed: the tokens, and the row of each among the chunks' rows
+    slots: Tensor | None = None
+
+    @property
+    def chunks(self) -> int:
+        return sum(self.live)
+
+    def steps(self, heads: int) -> list[slice]:
+        """The range of R that each step reads."""
+        return [slice((stop - n) * heads, stop * heads) for n, stop in zip(self.live, accumulate(self.live))]
+
+    def fill(self, rows: Tensor, x: Tensor) -> None:
+        """Writes the tokens x [B, T, H, D] to rows [R, C, D]."""
+        H, D = x.shape[2:]
+        if self.span is not None:
+            filled, empty, tokens = self._views(rows, x)
+            filled.copy_(tokens)
+            empty.zero_()
+        else:
+            flat = rows.new_zeros(self.chunks * self.size, H, D)
+            flat.index_copy_(0, self.slots, x[0].index_select(0, self.tokens).to(rows.dtype))
+            rows.unflatten(0, (self.chunks, H)).copy_(flat.view(-1, self.size, H, D).transpose(1, 2))
+
+    def pour(self, x: Tensor, rows: Tensor) -> None:
+        """Writes rows [R, C, D] to the tokens x [B, T, H, D]."""
+        H, D = x.shape[2:]
+        if self.span is not None:
+            filled, _, tokens = self._views(rows, x)
+            tokens.copy_(filled)
+        else:
+            flat = rows.unflatten(0, (self.chunks, H)).transpose(1, 2).reshape(-1, H, D)
+            x[0].index_copy_(0, self.tokens, flat.index_select(0, self.slots).to(x.dtype))
+
+    def _views(self, rows: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of a plain batch, the rows with and without tokens and the tokens: [N, steps, C, H, D] all."""
+        steps, sequences = len(self.live), self.live[0]
+        x = x.unflatten(1, (sequences // x.shape[0], -1)).flatten(0, 1)[:, self.span].unflatten(1, (steps, -1))
+        rows = rows.unflatten(0, (steps, sequences, x.shape[3])).permute(1, 0, 3, 2, 4)
+        return rows[:, :, : x.shape[2]], rows[:, :, x.shape[2] :], x
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Parts in order of time, and the order of the sequences in them."""
+
+    parts: list[Part]
+    sequences: int
+    order: Tensor | None = None  # the sequence at each place, longest first; None: as they come
+
+    def sort(self, states: Tensor, dtype: torch.dtype) -> Tensor:
+        """[N, H, K, V] to a copy [N * H, K, V] in the order of the parts."""
+        states = states.to(dtype, copy=True) if self.order is None else states[self.order].to(dtype)
+        return states.contiguous().flatten(0, 1)
+
+    def unsort(self, states: Tensor) -> Tensor:
+        """What `sort` does, the other way."""
+        states = states.unflatten(0, (self.sequences, -1))
+        return states if self.order is None else torch.empty_like(states).index_copy_(0, self.order, states)
+
+
+def lay_out(q: Tensor, cu: list[int] | None, size: int) -> Layout:
+    """Chunks of at most `size` rows, a power of two, for q [B, T, H, K] and documents bounded by `cu`."""
+    B, T, H, K = q.shape
+    lengths = [T] * B if cu is None else [stop - start for start, stop in pairwise(cu)]
+    longest = max(lengths, default=0)
+    size = min(size, _power_of_two(longest))
+    if cu is None or all(n == longest for n in lengths):
+        return Layout(_even_parts(len(lengths), longest, size, size * H * K), len(lengths))
+    return _ragged(cu, lengths, size, size * H * K, q.device)
+
+
+def _power_of_two(n: int) -> int:
+    """The smallest one not below n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def _cut(live: list[int], chunk: int) -> list[slice]:
+    """Steps gathered to parts, `chunk` elements a sequence and step."""
+    cuts, start, elements = [], 0, 0
+    for step, n in enumerate(live, 1):
+        elements += n * chunk
+        if step == len(live) or (elements >= PART and step - start >= MIN_STEPS):
+            cuts.append(slice(start, step))
+            start, elements = step, 0
+    return cuts
+
+
+def _even_parts(sequences: int, length: int, size: int, chunk: int) -> list[Part]:
+    """Of a plain batch: whole chunks, then the tail as a chunk of its own."""
+    whole, tail = divmod(length, size)
+    live = [sequences] * whole
+    parts = [Part(size, live[cut], slice(cut.start * size, cut.stop * size)) for cut in _cut(live, chunk)]
+    if tail:
+        parts.append(Part(_power_of_two(tail), [sequences], slice(length - tail, length)))
+    return parts
+
+
+def _ragged(cu: list[int], lengths: list[int], size: int, chunk: int, device: torch.device) -> Layout:
+    """Of documents of unequal lengths: where every token goes, by step."""
+    order = sorted(range(len(lengths)), key=lambda n: -lengths[n])
+    chunks = [-(-n // size) for n in sorted(lengths, reverse=True)]
+    live = [sum(n > step for n in chunks) for step in range(chunks[0])]
+
+    counts = torch.tensor(lengths)
+    place = torch.tensor(order).argsort().repeat_interleave(counts)
+    offset = torch.arange(cu[-1]) - torch.tensor(cu[:-1]).repeat_interleave(counts)
+    step, row = offset // size, offset % size
+    first = torch.tensor([0, *accumulate(live)])  # chunk of each step
+    slots, tokens = ((first[step] + place) * size + row).sort()
+    reached = torch.searchsorted(slots, first * size).tolist()  # tokens before each step
+
+    parts = []
+    for cut in _cut(live, chunk):
+        here = slice(reached[cut.start], reached[cut.stop])
+        base = first[cut.start] * size
+        parts.append(Part(size, live[cut], None, tokens[here].to(device), (slots[here] - base).to(device)))
+    return Layout(parts, len(lengths), torch.tensor(order, device=device))
