@@ -78,7 +78,8 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, kept = *ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+        saved = ctx.saved_tensors  # once: checkpointing makes them again, and refuses to do so twice
+        inputs, kept = saved[:5], saved[5:]
         grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
         dstate = ctx.layout.sort(dfinal, dfinal.dtype)
         with torch.autocast(do.device.type, enabled=False):
