@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.optim.adamw import adamw
 from perilune.core.errors import ConfigError
 from perilune.optim.newton_schulz import newton_schulz
 from perilune.optim.roles import Blocks, Role
+from perilune.optim.sharded import cuts_of_shard, is_sharded, local, on_owners_
 
 UPDATE_RMS = 0.2
 """Root mean square of an update at learning rate 1: about that of AdamW, so that one learning rate serves both."""
@@ -32,6 +34,8 @@ class PerHeadMuon(torch.optim.Optimizer):
     of it is in its `lr_scale`: a role's own, times `adamw_lr / lr` for AdamW where `adamw_lr` is given.
     weight_decay: of the roles that ask for it.  A parameter without a gradient is left alone, decay included; one with
     a zero gradient is not.  State exists from the start and has the parameter's dtype: keep masters in float32.
+    DTensors sharded along one mesh dimension are updated as if they were whole; every other tensor is taken for whole,
+    so a shard given as a plain tensor would be orthogonalised on its own.
     ns_steps, ns_dtype: see `newton_schulz`.
     """
 
@@ -51,11 +55,6 @@ class PerHeadMuon(torch.optim.Optimizer):
     ) -> None:
         named = dict(roles) if isinstance(roles, Mapping) else {str(i): role for i, role in enumerate(roles)}
         _check_hyperparameters(lr, adamw_lr, weight_decay, momentum=momentum, beta1=betas[0], beta2=betas[1])
-        for name, role in named.items():
-            if role.kind == "muon" and hasattr(role.param, "placements"):  # a DTensor, without importing it
-                raise ConfigError(
-                    f"{name}: expected a whole tensor, got a DTensor; Muon would see a shard of the matrix"
-                )
         self._blocks: dict[Tensor, Blocks] = {role.param: role.blocks for role in named.values() if role.kind == "muon"}
         defaults: dict[str, Any] = {
             "lr": lr, "lr_scale": 1.0, "weight_decay": 0.0, "kind": "adamw", "momentum": momentum, "nesterov": nesterov,
@@ -107,38 +106,27 @@ class PerHeadMuon(torch.optim.Optimizer):
 
     def _muon(self, group: dict[str, Any], params: list[Tensor]) -> None:
         lr, mu = group["lr"] * group["lr_scale"], group["momentum"]
-        grads = _grads(params)
-        momenta = [self.state[param]["momentum"] for param in params]
+        weights, grads = [local(param) for param in params], [local(grad) for grad in _grads(params)]
+        momenta = [local(self.state[param]["momentum"]) for param in params]
         torch._foreach_mul_(momenta, mu)
         torch._foreach_add_(momenta, grads)
-        directions: tuple[Tensor, ...] | list[Tensor] = momenta
         if group["nesterov"]:
-            directions = torch._foreach_add(grads, momenta, alpha=mu)
-        if group["weight_decay"]:
-            torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
-        for weights, blocks in self._by_shape(params, directions):
-            shape = blocks[0].shape[-2:]
-            stacked = torch.cat([block.reshape(-1, *shape) for block in blocks])
-            updates = newton_schulz(stacked, group["ns_steps"], dtype=group["ns_dtype"])
-            scale = UPDATE_RMS * max(shape) ** 0.5
-            counts = [block.shape[:-2].numel() for block in blocks]
-            for weight, update in zip(weights, updates.split(counts)):
-                weight.add_(update.view(weight.shape), alpha=-lr * scale)
-
-    def _by_shape(
-        self, params: list[Tensor], directions: Iterable[Tensor]
-    ) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
-        """Views of the parameters' and directions' blocks, those of one shape (up to transposition) together."""
-        alike: dict[Any, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+            directions = list(torch._foreach_add(grads, momenta, alpha=mu))
+        else:
+            directions = [momentum.clone() for momentum in momenta]
+        whole, shards = [], []
         for param, direction in zip(params, directions):
             cut = self._blocks[param]
-            for weight, block in zip(cut.of(param), cut.of(direction)):
-                if weight.shape[-2] > weight.shape[-1]:
-                    weight, block = weight.mT, block.mT
-                weights, blocks = alike[weight.shape[-2:], weight.dtype, weight.device]
-                weights.append(weight)
-                blocks.append(block)
-        return alike.values()
+            own_cut = cuts_of_shard(param, cut) if is_sharded(param) else cut
+            if own_cut is not None:
+                whole.append((direction, own_cut))
+            else:
+                shards.append((param, direction, cut))
+        orthogonalize = partial(orthogonalize_, steps=group["ns_steps"], dtype=group["ns_dtype"])
+        orthogonalize(whole)
+        on_owners_(orthogonalize, shards)
+        torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
+        torch._foreach_add_(weights, directions, alpha=-lr)
 
     def _adamw(self, group: dict[str, Any], params: list[Tensor]) -> None:
         states = [self.state[param] for param in params]
@@ -157,6 +145,24 @@ class PerHeadMuon(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
+
+
+def orthogonalize_(tensors: Iterable[tuple[Tensor, Blocks]], steps: int = 5, dtype: torch.dtype | None = None) -> None:
+    """Replaces every block B [n, m] of the tensors by 0.2 sqrt(max(n, m)) newton_schulz(B).
+
+    Blocks of one shape (up to transposition) go through one batched iteration.
+    """
+    alike: dict[Any, list[Tensor]] = defaultdict(list)
+    for tensor, cut in tensors:
+        for block in cut.of(tensor):
+            if block.shape[-2] > block.shape[-1]:
+                block = block.mT
+            alike[block.shape[-2:], block.dtype, block.device].append(block)
+    for (shape, _, _), blocks in alike.items():
+        stacked = torch.cat([block.reshape(-1, *shape) for block in blocks])
+        updates = newton_schulz(stacked, steps, dtype=dtype).mul_(UPDATE_RMS * max(shape) ** 0.5)
+        for block, update in zip(blocks, updates.split([block.shape[:-2].numel() for block in blocks])):
+            block.copy_(update.view(block.shape))
 
 
 def _grads(params: list[Tensor]) -> list[Tensor]:

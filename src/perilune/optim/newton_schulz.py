@@ -23,8 +23,9 @@ def newton_schulz(blocks: Tensor, steps: int = 5, *, dtype: torch.dtype | None =
     """
     wide = torch.promote_types(blocks.dtype, torch.float32)
     tall = blocks.shape[-2] > blocks.shape[-1]
-    X = (blocks.mT if tall else blocks).to(wide).reshape(-1, *sorted(blocks.shape[-2:]))  # [b, n, m], n <= m
-    batch = max(1, CPU_BATCH // max(1, X[0].numel())) if X.device.type == "cpu" else len(X)
+    n, m = sorted(blocks.shape[-2:])
+    X = (blocks.mT if tall else blocks).to(wide).reshape(-1, n, m)
+    batch = max(1, CPU_BATCH // (n * m) if X.device.type == "cpu" else len(X))
     X = torch.cat([_iterate(x, steps, dtype or wide) for x in X.split(batch)])
     X = (X.mT if tall else X).to(blocks.dtype)
     return X.reshape(blocks.shape)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from perilune.core.errors import ConfigError, ShapeError
@@ -53,7 +54,7 @@ class Blocks:
 
     def describe(self, tensor: Tensor) -> str:
         """For example `96 x [128, 512] + 96 x [128, 512]`."""
-        pieces = [(piece.shape[:-2].numel(), list(piece.shape[-2:])) for piece in self.of(tensor)]
+        pieces = [(piece.shape[:-2].numel(), list(piece.shape[-2:])) for piece in self.of(_shape_of(tensor))]
         return " + ".join(f"{count} x {shape}" if count > 1 else f"{shape}" for count, shape in pieces)
 
 
@@ -75,7 +76,12 @@ class Role:
         if self.kind not in ("muon", "adamw"):
             raise ConfigError(f"kind: expected 'muon' or 'adamw', got {self.kind!r}; choose one of them")
         if self.kind == "muon":
-            self.blocks.of(self.param)
+            self.blocks.of(_shape_of(self.param))
+
+
+def _shape_of(tensor: Tensor) -> Tensor:
+    """A tensor without data of the same shape; for a DTensor the whole shape."""
+    return torch.empty(tensor.shape, device="meta")
 
 
 class Roles(dict[str, Role]):
