@@ -57,6 +57,5 @@ def short_conv(
             f"initial_state: expected {[N, weight.shape[1] - 1, D]} (N, W-1, D), got {list(initial_state.shape)}; "
             "give the last W-1 rows before each document"
         )
-    run = BACKENDS.pick(backend, x, weight, initial_state, cu, activation)
-    y, final_state = run(x, weight, initial_state, cu, activation)
-    return y, final_state if output_final_state else None
+    arguments = x, weight, initial_state, cu, activation, output_final_state
+    return BACKENDS.pick(backend, *arguments)(*arguments)

@@ -19,9 +19,14 @@ from perilune.ops.blocks import row_blocks
 
 
 def short_conv(
-    x: Tensor, weight: Tensor, initial_state: Tensor | None, cu: list[int] | None, activation: str | None
-) -> tuple[Tensor, Tensor]:
-    """x [B, T, D], weight [D, W], state [N, W-1, D] -> y [B, T, D], final state [N, W-1, D]."""
+    x: Tensor,
+    weight: Tensor,
+    initial_state: Tensor | None,
+    cu: list[int] | None,
+    activation: str | None,
+    output_final_state: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """x [B, T, D], weight [D, W], state [N, W-1, D] -> y [B, T, D], final state [N, W-1, D] or None."""
     (B, T, D), W = x.shape, weight.shape[1]
     N = B if cu is None else len(cu) - 1
     state = x.new_zeros(N, W - 1, D) if initial_state is None else initial_state
@@ -29,9 +34,10 @@ def short_conv(
         return _step(x, weight, state, activation)
     bounds = [T * n for n in range(B + 1)] if cu is None else cu
     heads = find_heads(bounds, W, x.device)
-    y = ShortConv.apply(x.reshape(B * T, D), weight, state, heads, activation == "silu")
-    final_state = x[:, T - (W - 1) :].clone() if cu is None else _last_rows(x[0], state, cu)
-    return y.view(B, T, D), final_state
+    y = ShortConv.apply(x.reshape(B * T, D), weight, state, heads, activation == "silu").view(B, T, D)
+    if not output_final_state:
+        return y, None
+    return y, x[:, T - (W - 1) :].clone() if cu is None else _last_rows(x[0], state, cu)
 
 
 def _step(x: Tensor, weight: Tensor, state: Tensor, activation: str | None) -> tuple[Tensor, Tensor]:

@@ -8,9 +8,14 @@ from torch.nn.functional import silu
 
 
 def short_conv(
-    x: Tensor, weight: Tensor, initial_state: Tensor | None, cu: list[int] | None, activation: str | None
-) -> tuple[Tensor, Tensor]:
-    """x [B, T, D], weight [D, W], state [N, W-1, D] -> y [B, T, D], final state [N, W-1, D]."""
+    x: Tensor,
+    weight: Tensor,
+    initial_state: Tensor | None,
+    cu: list[int] | None,
+    activation: str | None,
+    output_final_state: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """x [B, T, D], weight [D, W], state [N, W-1, D] -> y [B, T, D], final state [N, W-1, D] or None."""
     W = weight.shape[1]
     compute = torch.promote_types(x.dtype, torch.float32)
     documents = list(x) if cu is None else [x[0, a:b] for a, b in pairwise(cu)]
@@ -25,4 +30,4 @@ def short_conv(
     y = torch.stack(outputs) if cu is None else torch.cat(outputs).unsqueeze(0)
     if activation == "silu":
         y = silu(y)
-    return y.to(x.dtype), torch.stack(states)
+    return y.to(x.dtype), torch.stack(states) if output_final_state else None
