@@ -56,6 +56,14 @@ class Balancer(Float32Parameters):
         self.register_buffer("loads", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
         self.register_buffer("counts", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
 
+    def reset_parameters(self) -> None:
+        """Zero bias and nothing observed, as at the start; what a balancer built on the meta device needs."""
+        with torch.no_grad():
+            self.bias.zero_()
+            self.loads.zero_()
+        self.discard()
+        self.load_training_state({})
+
     def observe(self, scores: Tensor, ids: Tensor, mask: Tensor | None = None) -> Tensor | None:
         """Takes note of one forward; returns a scalar to add to the loss, or None where the rule has none.
 

@@ -11,6 +11,8 @@ def initialize_(module: nn.Module, std: float = 0.02) -> None:
     What has a distribution of its own (norms, router, convolution, decay, pseudo-queries, selection bias) draws it in
     its `reset_parameters`.  Works on a module built on the meta device and materialised with `to_empty`.
     """
+    if any(p.is_meta for p in module.parameters()):  # no memory yet
+        return
     for part in module.modules():
         if isinstance(part, nn.Linear | nn.Embedding):
             nn.init.normal_(part.weight, std=std)

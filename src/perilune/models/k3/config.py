@@ -9,11 +9,17 @@ from perilune.core.errors import ConfigError, nearest
 # Keys of released configs that describe something else than the network, or nothing at all.  They are kept as they
 # came and written back.
 CARRIED = {
-    "architectures", "attn_implementation", "auto_map", "bos_token_id", "dtype", "eos_token_id", "head_dim",
-    "ignore_index", "image_placeholder", "max_position_embeddings", "media_placeholder_token_id", "model_max_length",
-    "model_type", "num_key_value_heads", "pad_token_id", "quantization_config", "rope_scaling", "rope_theta",
-    "topk_method", "torch_dtype", "transformers_version", "use_cache", "vision_config",
+    "architectures", "attention_dropout", "attn_implementation", "auto_map", "bos_token_id", "dtype", "eos_token_id",
+    "head_dim", "ignore_index", "image_placeholder", "max_position_embeddings", "media_placeholder_token_id",
+    "model_max_length", "model_type", "output_router_logits", "pad_token_id", "pretraining_tp", "qk_head_dim",
+    "quantization_config", "rope_scaling", "rope_theta", "topk_method", "torch_dtype", "transformers_version",
+    "use_cache", "vision_config",
 }  # fmt: skip
+RESPELLED = {  # keys of linear_attn_config as `transformers` writes them
+    "linear_num_heads": "num_heads",
+    "linear_head_dim": "head_dim",
+    "linear_conv_kernel_dim": "short_conv_kernel_size",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,10 +179,15 @@ class K3Config(Config):
             flat = dict(values["text_config"])
             unknown = set(outer) - CARRIED - {"tie_word_embeddings"}
             carried = {"outer": outer, **_take_carried(flat)}
+            flat.setdefault("tie_word_embeddings", outer.get("tie_word_embeddings"))
         else:
             flat, unknown = dict(values), set()
             carried = _take_carried(flat)
         own = flat.pop("perilune", {})
+        flat = _without_absent(flat)  # null is what a missing key is
+        if "linear_num_heads" in flat:
+            _respell(flat)
+        _refuse_variants(flat)
         known = set(cls.__dataclass_fields__) - {"carried"}
         unknown |= set(flat) - known
         if unknown:
@@ -190,6 +201,7 @@ class K3Config(Config):
         carried = values.pop("carried")
         own = {key: values.pop(key) for key in ("layer_types", "balance", "mtp_loss_weight", "balance_loss_weight")}
         outer = carried.pop("outer", None)
+        values["num_key_value_heads"] = self.num_attention_heads
         inner = {**_without_absent(values), **carried, "perilune": own}
         return inner if outer is None else {**outer, "text_config": inner}
 
@@ -201,6 +213,36 @@ class K3Config(Config):
 
 def _take_carried(flat: dict[str, Any]) -> dict[str, Any]:
     return {key: flat.pop(key) for key in CARRIED & set(flat)}
+
+
+def _respell(flat: dict[str, Any]) -> None:
+    """Replaces the keys that `transformers` writes for Kimi Linear instead of, or beside, the released ones."""
+    layers = list(enumerate(flat.pop("layer_types", []), 1))
+    flat["linear_attn_config"] = {
+        **flat.get("linear_attn_config", {}),
+        **{ours: flat.pop(theirs) for theirs, ours in RESPELLED.items() if theirs in flat},
+        "kda_layers": [i for i, kind in layers if kind == "linear_attention"],
+        "full_attn_layers": [i for i, kind in layers if kind == "full_attention"],
+    }
+    feeds = flat.pop("mlp_layer_types", [])
+    if feeds != sorted(feeds):
+        raise ConfigError(
+            f"mlp_layer_types: expected all 'dense' before all 'sparse', got {feeds}; no release mixes them"
+        )
+    flat["first_k_dense_replace"] = feeds.count("dense")
+    flat.setdefault("moe_layer_freq", 1)
+    flat.setdefault("moe_router_activation_func", "sigmoid")
+
+
+def _refuse_variants(flat: dict[str, Any]) -> None:
+    """Takes out the keys with which a relative of the family could differ, once sure that it does not."""
+    if flat.pop("attention_bias", False):
+        raise ConfigError("attention_bias: expected false, got true; projections of this family have no bias")
+    heads = flat.get("num_attention_heads")
+    if (kv_heads := flat.pop("num_key_value_heads", heads)) != heads:
+        raise ConfigError(
+            f"num_key_value_heads: expected num_attention_heads ({heads}), got {kv_heads}; heads share no keys here"
+        )
 
 
 def _without_absent(values: dict[str, Any]) -> dict[str, Any]:

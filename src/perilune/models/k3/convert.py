@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("perilune.models.k3")
 SHARD_BYTES = 5 * 2**30
 PREFIX = "language_model."  # of the text tensors in a multimodal checkpoint
+DENSE = re.compile(r"\.block_sparse_moe\.((gate|up|down)_proj\.weight)$")  # a dense layer, as `transformers` saves it
+EMBEDDING = "model.embed_tokens.weight"
 OPTIONAL = re.compile(r"model\.mtp\.")
 NOT_TEXT = re.compile(r"(vision_tower|mm_projector)\.")
 RENAMED = [  # ours, released
@@ -90,29 +93,32 @@ def from_stored(name: str, tensor: Tensor, view: Tensor) -> Tensor:
 
 def load(cls: type["K3Model"], folder: Path, dtype: torch.dtype | None) -> "K3Model":
     config = K3Config.from_hf(read_config(folder))
-    shards = read_index(folder)
-    prefix = PREFIX if any(name.startswith(PREFIX) for name in shards) else ""
-    embedding = f"{prefix}model.embed_tokens.weight"
-    if embedding not in shards:
+    stored = {released_name(name): (path, name) for name, path in read_index(folder).items()}
+    if EMBEDDING not in stored:
         raise CheckpointError(
-            f"{folder}: expected the tensor {embedding}, found none; this is not a K3-class checkpoint"
+            f"{folder}: expected the tensor {EMBEDDING}, found none; this is not a K3-class checkpoint"
         )
     with torch.device("meta"):
         model = cls(config)
-    model.to(dtype or read_tensor(shards[embedding], embedding).dtype).to_empty(device="cpu")
+    model.to(dtype or read_tensor(*stored[EMBEDDING]).dtype).to_empty(device="cpu")
     model.init_weights()
     views = released_views(model)
-    _check_names(folder, {name.removeprefix(prefix) for name in shards}, set(views))
+    _check_names(folder, set(stored), set(views))
     by_file: dict[Path, list[str]] = {}
     for name in views:
-        if prefix + name in shards:
-            by_file.setdefault(shards[prefix + name], []).append(name)
+        if name in stored:
+            by_file.setdefault(stored[name][0], []).append(name)
     with torch.no_grad():
         for path, names in by_file.items():
             with open_shard(path) as shard:
                 for name in names:
-                    views[name].copy_(from_stored(name, shard.get_tensor(prefix + name), views[name]))
+                    views[name].copy_(from_stored(name, shard.get_tensor(stored[name][1]), views[name]))
     return model
+
+
+def released_name(stored: str) -> str:
+    """The name a text tensor has in this library, from the one in a file: two spellings are put right."""
+    return DENSE.sub(r".mlp.\1", stored.removeprefix(PREFIX))
 
 
 def _check_names(folder: Path, found: set[str], expected: set[str]) -> None:
@@ -156,14 +162,15 @@ def read_index(folder: Path) -> dict[str, Path]:
     if index.exists():
         try:
             weight_map = json.loads(index.read_text())["weight_map"]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            files = sorted(set(weight_map.values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{index}: expected a weight_map, got {error!r}; the file is damaged") from None
-        for file in sorted(set(weight_map.values())):
-            if Path(file).name != file:
+        for file in files:
+            if not isinstance(file, str) or Path(file).name != file:
                 raise CheckpointError(
                     f"{index}: expected file names without folders, got {file!r}; do not trust this file"
                 )
-            if not (folder / file).exists():
+            if not (folder / file).is_file():
                 raise CheckpointError(f"{folder}: expected the shard {file}, found none; the download is incomplete")
         return {name: folder / file for name, file in weight_map.items()}
     single = folder / "model.safetensors"
@@ -175,9 +182,12 @@ def read_index(folder: Path) -> dict[str, Path]:
         return dict.fromkeys(shard.keys(), single)
 
 
-def open_shard(path: Path) -> Any:
+@contextmanager
+def open_shard(path: Path) -> Iterator[Any]:
+    """The safetensors file at `path`; CheckpointError for what cannot be read from it, then or later."""
     try:
-        return safe_open(path, framework="pt", device="cpu")
+        with safe_open(path, framework="pt", device="cpu") as shard:
+            yield shard
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: expected safetensors, got {error}; the file is damaged or cut short") from None
 
@@ -191,13 +201,15 @@ def read_tensor(path: Path, name: str) -> Tensor:
 
 
 def save(model: "K3Model", folder: Path) -> None:
-    """Writes beside the folder first and moves files in when all are whole, the config last."""
+    """Writes beside the folder first and moves files in when all are whole, the config last: without it, no model."""
+    folder = folder.resolve()
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     write_shards(model, partial)
     (partial / "config.json").write_text(json.dumps(model.config.to_hf(), indent=2) + "\n")
     folder.mkdir(exist_ok=True)
+    (folder / "config.json").unlink(missing_ok=True)
     for stale in folder.glob("model*.safetensors*"):
         if not (partial / stale.name).exists():
             stale.unlink()

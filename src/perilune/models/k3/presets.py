@@ -72,7 +72,7 @@ def _k3_class(
         routed_expert_hidden_size=latent,
         latent_moe_use_norm=True,
         num_nextn_predict_layers=mtp,
-        carried={"max_position_embeddings": 1048576, "num_key_value_heads": heads, **carried},
+        carried={"max_position_embeddings": 1048576, **carried},
     )
 
 
@@ -182,7 +182,6 @@ def kimi_linear_48b() -> K3Config:
         carried={
             "model_type": "kimi_linear",
             "architectures": ["KimiLinearForCausalLM"],
-            "num_key_value_heads": 32,
             "head_dim": 72,
             "rope_theta": 10000.0,
             "model_max_length": 1048576,
