@@ -5,7 +5,6 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_k3 import assert_close, config, ids, model
 
 from perilune.core.errors import ShapeError
 from perilune.data.corpus import Corpus, Document
@@ -15,6 +14,7 @@ from perilune.nn.balancer import Balancer
 from perilune.optim import PerHeadMuon
 from perilune.train.config import DataConfig, OptimizerConfig, Run, Stage
 from perilune.train.loop import Trainer
+from tiny_k3 import assert_close, config, ids, model
 
 CU = [0, 9, 10, 10, 12, 31]
 

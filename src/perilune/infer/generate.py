@@ -1,6 +1,7 @@
 """Autoregressive generation: a prompt goes in once, then one token at a time on the cache."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -19,24 +20,36 @@ def stream(
     sampling: Sampling = Sampling(),
     seed: int | None = None,
 ) -> Iterator[Tensor]:
-    """Yields the next tokens `[B]` of the prompts `[B, T]`, one step after another.  The model is left as it was."""
+    """Yields the next tokens `[B]` of the prompts `[B, T]`, one step after another.
+
+    The model is left as it was after every step, so that streams may take turns.
+    """
     if prompt.dim() != 2 or prompt.shape[1] == 0:
         raise ShapeError(
             f"prompt: expected [B, T] with at least one token, got {list(prompt.shape)}; start with <|endoftext|>"
         )
     generator = None if seed is None else torch.Generator(prompt.device).manual_seed(seed)
-    training = model.training
-    model.eval()
-    try:
-        cache = model.new_cache(prompt.shape[0])
-        tokens = prompt
-        for _ in range(max_new_tokens):
+    cache = model.new_cache(prompt.shape[0])
+    tokens = prompt
+    for _ in range(max_new_tokens):
+        with evaluating(model):
             logits = model(tokens, cache=cache).logits[:, -1]
-            following = sample(logits, sampling, generator)
-            yield following
-            tokens = following[:, None]
+        following = sample(logits, sampling, generator)
+        yield following
+        tokens = following[:, None]
+
+
+@contextmanager
+def evaluating(model: K3Model) -> Iterator[None]:
+    """The model in eval mode, and back in training mode if that is where it was."""
+    training = model.training
+    if training:
+        model.eval()
+    try:
+        yield
     finally:
-        model.train(training)
+        if training:
+            model.train()
 
 
 def generate(

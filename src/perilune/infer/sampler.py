@@ -20,7 +20,7 @@ class Sampling:
     """Only among the likeliest that together reach this probability; at least one remains."""
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
+        if not self.temperature >= 0:  # NaN neither
             raise ConfigError(f"temperature: expected at least 0, got {self.temperature}; 0 takes the likeliest token")
         if self.top_k < 0:
             raise ConfigError(f"top_k: expected at least 0, got {self.top_k}; 0 allows every token")
