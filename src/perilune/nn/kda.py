@@ -131,6 +131,8 @@ class KimiDeltaAttention(Float32Parameters):
             cu_seqlens=cu,
         )
         if cache is not None:
+            assert window is not None
+            assert state is not None
             cache.update(window, state, counts)
         gate = self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x))
         return self.o_proj(self.o_norm(o, gate.view(heads)).flatten(2))
@@ -140,7 +142,8 @@ class KimiDeltaAttention(Float32Parameters):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """q, k, v after their convolutions, `[B, T, P]` each, and the window `[N, W-1, 3P]` that a cache keeps."""
         past = (None,) * 3 if cache is None or cache.conv is None else cache.conv.chunk(3, dim=-1)
-        outputs, windows = [], []
+        outputs: list[Tensor] = []
+        windows: list[Tensor] = []
         for proj, conv, old in zip(
             (self.q_proj, self.k_proj, self.v_proj), (self.q_conv1d, self.k_conv1d, self.v_conv1d), past
         ):
@@ -148,8 +151,10 @@ class KimiDeltaAttention(Float32Parameters):
                 proj(x), conv.weight, initial_state=old, output_final_state=cache is not None, cu_seqlens=cu
             )
             outputs.append(y)
-            windows.append(window)
-        return outputs[0], outputs[1], outputs[2], None if cache is None else torch.cat(windows, dim=-1)
+            if window is not None:
+                windows.append(window)
+        q, k, v = outputs
+        return q, k, v, torch.cat(windows, dim=-1) if windows else None
 
     @property
     def gate(self) -> BoundedGate | SoftplusGate:

@@ -63,7 +63,7 @@ class GatedMLA(nn.Module):
         self.max_logits: Tensor | None = None
 
     @property
-    def q_weight(self) -> nn.Parameter:
+    def q_weight(self) -> Tensor:
         """The matrix whose rows are the heads' queries: [H * (nope + rope), D or q_lora_rank]."""
         return (self.q_proj if self.q_lora_rank is None else self.q_b_proj).weight
 
@@ -100,8 +100,8 @@ class GatedMLA(nn.Module):
         if self.track_max_logits and self.training:
             self._record_max_logits(q, k, counts)
         if len(set(counts)) == 1:  # equal lengths: one batch
-            rows = [t.reshape(len(counts), counts[0], *t.shape[2:]) for t in (q, k, v)]
-            return causal_attention(*rows, self.scale).reshape(*q.shape[:3], self.v_dim)
+            a, b, c = (t.reshape(len(counts), counts[0], *t.shape[2:]) for t in (q, k, v))
+            return causal_attention(a, b, c, self.scale).reshape(*q.shape[:3], self.v_dim)
         rows_q, rows_k, rows_v = (t.flatten(0, 1).split(counts) for t in (q, k, v))
         outputs = [
             causal_attention(a[None], b[None], c[None], self.scale)[0] for a, b, c in zip(rows_q, rows_k, rows_v)

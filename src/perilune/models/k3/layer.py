@@ -59,7 +59,7 @@ class DecoderLayer(nn.Module):
         d, eps = config.hidden_size, config.rms_norm_eps
         self.self_attention_res = BlockAttnRes(d, eps) if mixers else None
         self.input_layernorm = RMSNorm(d, eps)
-        self.self_attn = kind_of(kind).build(config)
+        self.self_attn: Any = kind_of(kind).build(config)  # has new_cache(batch), unlike nn.Module
         self.mlp_res = BlockAttnRes(d, eps) if mixers else None
         self.post_attention_layernorm = RMSNorm(d, eps)
         self.mlp: GLU | None = None

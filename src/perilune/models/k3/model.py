@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from perilune.core.errors import ShapeError
 from perilune.models.k3.config import K3Config
 from perilune.models.k3.layer import DecoderLayer, MTPLayer
 from perilune.models.k3.roles import parameter_roles
-from perilune.nn import BlockAttnRes, DepthStream, GatedMLA, HybridCache, RMSNorm, initialize_
+from perilune.nn import BlockAttnRes, DepthStream, GatedMLA, HybridCache, RMSNorm, StableLatentMoE, initialize_
 from perilune.nn.balancer import Balancer
 from perilune.nn.precision import at_least_float32
 from perilune.ops.packing import boundaries
@@ -180,7 +181,8 @@ class K3Model(nn.Module):
 
     def new_cache(self, batch: int) -> HybridCache:
         """An empty cache for `batch` sequences."""
-        return HybridCache([layer.self_attn.new_cache(batch) for layer in self.model.layers])
+        layers = cast("list[DecoderLayer]", self.model.layers)
+        return HybridCache([layer.self_attn.new_cache(batch) for layer in layers])
 
     # what a trainer needs to reach
 
@@ -191,7 +193,7 @@ class K3Model(nn.Module):
     def _decoder_layers(self) -> Iterator[DecoderLayer]:
         return (m for m in self.modules() if isinstance(m, DecoderLayer))
 
-    def _moes(self) -> Iterator["nn.Module"]:
+    def _moes(self) -> Iterator[StableLatentMoE]:
         return (layer.block_sparse_moe for layer in self._decoder_layers() if layer.block_sparse_moe is not None)
 
     def balancers(self) -> dict[str, Balancer]:
