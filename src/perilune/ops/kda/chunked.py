@@ -17,8 +17,7 @@ The backward pass keeps the inputs alone and recomputes the rest.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,12 +64,13 @@ class _Chunked(torch.autograd.Function):
         dtype = working_dtype(q, k, v, g, beta, initial)
         if initial is None:
             initial = q.new_zeros(layout.sequences, q.shape[2], q.shape[3], v.shape[3], dtype=dtype)
+        tokens = Tokens.of(layout, q, k, v, g, beta)
         state = layout.sort(initial, dtype)
         o = torch.empty_like(v, memory_format=torch.contiguous_format)
         kept = []
         for part in layout.parts:
             kept.append(state.clone())
-            part.pour(o, forward_part(part, q, k, v, g, beta, scale, state))
+            part.pour(layout.view(o), forward_part(part, tokens, scale, state))
         ctx.save_for_backward(q, k, v, g, beta, *kept)
         ctx.scale, ctx.layout, ctx.state_dtype = scale, layout, initial.dtype
         return o, layout.unsort(state)
@@ -78,52 +78,51 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # once: checkpointing makes them again, and refuses to do so twice
-        inputs, kept = saved[:5], saved[5:]
+        layout, inputs, kept = ctx.layout, ctx.saved_tensors[:5], ctx.saved_tensors[5:]
         grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
-        dstate = ctx.layout.sort(dfinal, dfinal.dtype)
+        tokens, dtokens = Tokens.of(layout, *inputs), Tokens.of(layout, *grads)
+        do, dstate = layout.view(do), layout.sort(dfinal, dfinal.dtype)
         with torch.autocast(do.device.type, enabled=False):
-            for part, state in zip(reversed(ctx.layout.parts), reversed(kept)):
-                rows = backward_part(part, *inputs, ctx.scale, state.clone(), do, dstate)
-                for grad, x in zip(grads[:4], rows[:4]):
-                    part.pour(grad, x)
-                part.pour(grads[4][..., None], rows[4])
-        dinitial = ctx.layout.unsort(dstate).to(ctx.state_dtype) if ctx.needs_input_grad[5] else None
+            for part, state in zip(reversed(layout.parts), reversed(kept)):
+                rows = backward_part(part, tokens, ctx.scale, state.clone(), do, dstate)
+                for x, grad in zip(dtokens, rows):
+                    part.pour(x, grad)
+        dinitial = layout.unsort(dstate).to(ctx.state_dtype) if ctx.needs_input_grad[5] else None
         return *grads, dinitial, None, None
 
 
-def forward_part(
-    part: Part, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float, state: Tensor
-) -> Tensor:
+class Tokens(NamedTuple):
+    """The inputs as the layout sees them, or their gradients, or those of a part's rows."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor  # with a last dimension of 1
+
+    @classmethod
+    def of(cls, layout: Layout, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> "Tokens":
+        return cls(*(layout.view(x) for x in (q, k, v, g, beta[..., None])))
+
+
+def forward_part(part: Part, tokens: Tokens, scale: float, state: Tensor) -> Tensor:
     """O of a part's chunks, [R, C, V]; carries `state` [N * H, K, V] through them in place."""
-    c = prepare(part, q, k, v, g, beta, scale, state.dtype)
-    _, u, entering = scan(c, part.steps(q.shape[2]), state)
+    c = prepare(part, tokens, scale, state.dtype)
+    _, u, entering = scan(c, state)
     return torch.bmm(c.qk_since[:, :, 0], entering).baddbmm_(c.pa[:, :, 0], u)
 
 
-def backward_part(
-    part: Part,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float,
-    state: Tensor,
-    do: Tensor,
-    dstate: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of a part's q, k, v, g and beta, [R, C, ...]; carries `dstate` [N * H, K, V] back in place.
+def backward_part(part: Part, tokens: Tokens, scale: float, state: Tensor, do: Tensor, dstate: Tensor) -> Tokens:
+    """The gradients of a part's rows, [R, C, ...]; carries `dstate` [N * H, K, V] back in place.
 
     `state` entered the part and is overwritten.  Nothing is differentiated through the inverse: U = Z - L U gives
     the gradient of L = Diag(beta) A at once.
     """
-    c = prepare(part, q, k, v, g, beta, scale, state.dtype)
-    steps = part.steps(q.shape[2])
-    y, u, entering = scan(c, steps, state)
+    c = prepare(part, tokens, scale, state.dtype)
+    y, u, entering = scan(c, state)
     out = y.new_empty(*y.shape[:2], 2, y.shape[2])  # gradients of O beside those of -Z, then of -Y
     part.fill(out[:, :, 0], do)
-    dz, leaving = reverse_scan(c, steps, out[:, :, 0], dstate)
+    dz, leaving = reverse_scan(c, out[:, :, 0], dstate)
     dv = c.beta * dz
 
     torch.neg(dz, out=out[:, :, 1])
@@ -136,16 +135,13 @@ def backward_part(
     rows = torch.bmm(out.flatten(1, 2), entering.mT).view_as(c.qk).mul_(c.since[:, :, None])
     end = torch.bmm(u, leaving.mT).mul_(c.until)
     cols = end.clone()
-    for b, since, until in halvings(c.retention):
-        if b == part.size:
-            break
-        since, until = half(since, b, 1)[..., None, :], half(until, b, 0)
+    for b, since, until in halvings(c.retention, torch.ones_like(c.until)):
+        qk_half, k_half, since = second(c.qk, b), first(c.k, b), since[..., None, :]
         block = lower_left(dpa, b).reshape(-1, 2 * b, b)
-        row = (half(c.qk, b, 1) * since).view(len(block), 2 * b, -1)
-        col = (half(c.k, b, 0) * until).view(len(block), b, -1)
-        row_half, col_half = half(rows, b, 1), half(cols, b, 0)
-        row_half.addcmul_(torch.bmm(block, col).view(row_half.shape), since)
-        col_half.addcmul_(torch.bmm(block.mT, row).view(col_half.shape), until)
+        by_row = torch.bmm(block, (k_half * until).view(len(block), b, -1))
+        by_col = torch.bmm(block.mT, (qk_half * since).view(len(block), 2 * b, -1))
+        second(rows, b).addcmul_(by_row.view_as(qk_half), since)
+        first(cols, b).addcmul_(by_col.view_as(k_half), until)
 
     # the diagonal of P carries no decay: it enters after dg, where it would have to cancel
     dg = (c.qk[:, :, 0] * rows[:, :, 0]).addcmul_(c.k, rows[:, :, 1]).addcmul_(c.k, cols, value=-1)
@@ -153,13 +149,13 @@ def backward_part(
     reverse_cumsum_(dg)
     dk = cols.add_(rows[:, :, 1]).addcmul_(dp, c.qk[:, :, 0])
     dq = rows[:, :, 0].addcmul_(dp, c.k).mul_(scale)
-    return dq, dk, dv, dg, dbeta
+    return Tokens(dq, dk, dv, dg, dbeta)
 
 
-@dataclass
-class Chunks:
+class Chunks(NamedTuple):
     """What the rows of a chunk determine alone.  R = chunks * heads, C rows a chunk."""
 
+    steps: list[int]  # how many of R each step of the scan reads
     qk: Tensor  # [R, C, 2, K]: scale * q beside k
     v: Tensor  # [R, C, V]
     beta: Tensor  # [R, C, 1]
@@ -181,67 +177,54 @@ class Chunks:
         return self.since[:, -1, :, None]
 
 
-def prepare(
-    part: Part, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float, dtype: torch.dtype
-) -> Chunks:
-    H, K = q.shape[2:]
-    R, C = part.chunks * H, part.size
+def prepare(part: Part, tokens: Tokens, scale: float, dtype: torch.dtype) -> Chunks:
+    H, K, V = *tokens.q.shape[2:], tokens.v.shape[3]
+    steps, C = part.steps(H), part.size
 
     def rows(*widths: int) -> Tensor:
-        return torch.empty(R, C, *widths, dtype=dtype, device=q.device)
+        return torch.empty(sum(steps), C, *widths, dtype=dtype, device=tokens.q.device)
 
-    qk, wide_v, retention, wide_beta = rows(2, K), rows(v.shape[3]), rows(K), rows(1)
-    part.fill(qk[:, :, 0], q)
-    part.fill(qk[:, :, 1], k)
-    part.fill(wide_v, v)
-    part.fill(retention, g)
-    part.fill(wide_beta, beta[..., None])
-    qk[:, :, 0] *= scale
-    retention.exp_()
+    qk, v, retention, beta = rows(2, K), rows(V), rows(K), rows(1)
+    q, k = qk.unbind(2)
+    for x, filled in zip(tokens, (q, k, v, retention, beta)):
+        part.fill(filled, x)
+    q *= scale
+    since, until = retention.exp_().clone(), torch.ones_like(retention)
 
-    pa = qk.new_zeros(R, C, 2, C)
-    inverse = qk.new_ones(R * C, 1, 1)
-    for b, since, until in halvings(retention.clone()):
-        if b == C:
-            break
-        row = (half(qk, b, 1) * half(since, b, 1)[..., None, :]).view(-1, 2 * b, K)
-        col = (half(qk[:, :, 1], b, 0) * half(until, b, 0)).view(-1, b, K)
-        block = torch.bmm(row, col.mT).view(R, -1, b, 2, b)
-        lower_left(pa, b).copy_(block)
-        inverse = doubled(inverse, (block[:, :, :, 1] * half(wide_beta, b, 1)).view(-1, b, b))
-    pa[:, :, 0].diagonal(dim1=1, dim2=2).copy_((qk[:, :, 0] * qk[:, :, 1]).sum(-1))
-    return Chunks(
-        qk,
-        wide_v,
-        wide_beta,
-        retention,
-        since,
-        until,
-        pa,
-        inverse,
-        qk_since=qk * since[:, :, None],
-        k_until=qk[:, :, 1] * until,
+    pa = torch.zeros_like(rows(2, C))
+    for b, since_half, until_half in halvings(since, until):
+        row = second(qk, b) * since_half[..., None, :]
+        col = first(k, b) * until_half
+        block = torch.bmm(row.view(-1, 2 * b, K), col.view(-1, b, K).mT)
+        lower_left(pa, b).copy_(block.view(len(pa), -1, b, 2, b))
+    inverse = torch.linalg.solve_triangular(
+        beta * pa[:, :, 1],
+        torch.eye(C, dtype=dtype, device=pa.device).expand(len(pa), C, C),
+        upper=False,
+        unitriangular=True,
     )
+    pa[:, :, 0].diagonal(dim1=1, dim2=2).copy_((q * k).sum(-1))
+    return Chunks(steps, qk, v, beta, retention, since, until, pa, inverse, qk * since[:, :, None], k * until)
 
 
-def scan(c: Chunks, steps: list[slice], state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def scan(c: Chunks, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Carries `state` [N * H, K, V] through the chunks in place.
 
     Returns the residuals Y and the writes U [R, C, V], and the states [R, K, V] that enter the chunks.
     """
     y, u = torch.empty_like(c.v), torch.empty_like(c.v)
     entering = state.new_empty(len(c.v), *state.shape[1:])
-    solve, k_since = c.inverse * c.beta.mT, c.qk_since[:, :, 1]
-    for rows in steps:
-        s = state[: rows.stop - rows.start]
-        entering[rows] = s
-        torch.baddbmm(c.v[rows], k_since[rows], s, alpha=-1, out=y[rows])
-        torch.bmm(solve[rows], y[rows], out=u[rows])
-        s.mul_(c.kept[rows]).baddbmm_(c.k_until[rows].mT, u[rows])
+    operands = (c.v, c.qk_since[:, :, 1], c.inverse * c.beta.mT, c.kept, c.k_until.mT, y, u, entering)
+    for vs, k_since, solve, kept, k_until, ys, us, enter in zip(*(x.split(c.steps) for x in operands)):
+        s = state[: len(vs)]
+        enter.copy_(s)
+        torch.baddbmm(vs, k_since, s, alpha=-1, out=ys)
+        torch.bmm(solve, ys, out=us)
+        s.mul_(kept).baddbmm_(k_until, us)
     return y, u, entering
 
 
-def reverse_scan(c: Chunks, steps: list[slice], do: Tensor, dstate: Tensor) -> tuple[Tensor, Tensor]:
+def reverse_scan(c: Chunks, do: Tensor, dstate: Tensor) -> tuple[Tensor, Tensor]:
     """Carries the gradient `dstate` [N * H, K, V] of the states back through the chunks in place.
 
     do: [R, C, V].  Returns the gradients of Z = Diag(beta) Y [R, C, V] and of the states that leave the chunks
@@ -249,37 +232,46 @@ def reverse_scan(c: Chunks, steps: list[slice], do: Tensor, dstate: Tensor) -> t
     """
     dz, du = torch.empty_like(c.v), torch.bmm(c.pa[:, :, 0].mT, do)
     leaving = dstate.new_empty(len(do), *dstate.shape[1:])
-    inflow, k_since = torch.bmm(c.qk_since[:, :, 0].mT, do), c.qk_since[:, :, 1]
-    for rows in reversed(steps):
-        ds = dstate[: rows.stop - rows.start]
-        leaving[rows] = ds
-        du[rows].baddbmm_(c.k_until[rows], ds)
-        torch.bmm(c.inverse[rows].mT, du[rows], out=dz[rows])
-        dy = c.beta[rows] * dz[rows]
-        ds.mul_(c.kept[rows]).add_(inflow[rows]).baddbmm_(k_since[rows].mT, dy, alpha=-1)
+    q_since, k_since = c.qk_since.unbind(2)
+    inflow = torch.bmm(q_since.mT, do)
+    operands = (du, dz, c.inverse.mT, (c.beta * k_since).mT, c.kept, c.k_until, inflow, leaving)
+    steps = list(zip(*(x.split(c.steps) for x in operands)))
+    for dus, dzs, solve, write, kept, k_until, ins, leave in reversed(steps):
+        ds = dstate[: len(dus)]
+        leave.copy_(ds)
+        torch.bmm(solve, dus.baddbmm_(k_until, ds), out=dzs)
+        ds.mul_(kept).add_(ins).baddbmm_(write, dzs, alpha=-1)
     return dz, leaving
 
 
-def halvings(retention: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """What is retained from the start and to the end of ever larger blocks of rows.
+def halvings(since: Tensor, until: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """What is retained on the way to and from the middle of ever larger blocks of rows.
 
-    retention: [R, C, K], overwritten.  Yields for b = 1, 2, .. C two tensors [R, C, K], good until the next: the
-    products of the retentions from the start of a row's b-block through the row, and after the row to its end.
+    since: [R, C, K], the retentions; until: ones.  For b = 1, 2, .. C/2 yields (b, to, from), views [R, C/2b, b, K]
+    good until the next: of the second half of every 2b rows the product from the half's start through the row, of
+    the first half the product after the row to the half's end.  Leaves in `since` and `until` the same products over
+    all C rows.
     """
-    since, until, b = retention, torch.ones_like(retention), 1
-    while True:
-        yield b, since, until
-        if b == retention.shape[1]:
-            return
-        first, second = half(since, b, 0), half(since, b, 1)
-        half(until, b, 0).mul_(second[:, :, -1:])
-        second *= first[:, :, -1:]
+    b = 1
+    while b < since.shape[1]:
+        (since_first, since_second), until_first = halves(since, b), first(until, b)
+        yield b, since_second, until_first
+        until_first *= since_second[:, :, -1:]
+        since_second *= since_first[:, :, -1:]
         b *= 2
 
 
-def half(x: Tensor, b: int, which: int) -> Tensor:
-    """The first (0) or second (1) half of every 2b rows: a view [R, C/2b, b, ...] of x [R, C, ...]."""
-    return x.unflatten(1, (-1, 2, b))[:, :, which]
+def halves(x: Tensor, b: int) -> tuple[Tensor, ...]:
+    """Of every 2b rows of x [R, C, ...] the first and the second half: views [R, C/2b, b, ...]."""
+    return x.unflatten(1, (-1, 2, b)).unbind(2)
+
+
+def first(x: Tensor, b: int) -> Tensor:
+    return x.unflatten(1, (-1, 2, b)).select(2, 0)
+
+
+def second(x: Tensor, b: int) -> Tensor:
+    return x.unflatten(1, (-1, 2, b)).select(2, 1)
 
 
 def lower_left(x: Tensor, b: int) -> Tensor:
@@ -287,27 +279,13 @@ def lower_left(x: Tensor, b: int) -> Tensor:
     x [R, C, 2, C].
     """
     n = x.shape[1] // (2 * b)
-    x = x.unflatten(3, (n, 2, b)).unflatten(1, (n, 2, b))[:, :, 1, :, :, :, 0]
-    return x.diagonal(dim1=1, dim2=4).movedim(-1, 1)
-
-
-def doubled(inverse: Tensor, below: Tensor) -> Tensor:
-    """Inverses [n, 2b, 2b] of unit lower triangular blocks, from those of their halves.
-
-    inverse: [2n, b, b], neighbours in pairs; below: [n, b, b], the block that joins a pair.
-    """
-    n, b = below.shape[:2]
-    first, second = inverse.view(n, 2, b, b).unbind(1)
-    out = inverse.new_zeros(n, 2 * b, 2 * b)
-    out[:, :b, :b] = first
-    out[:, b:, b:] = second
-    torch.neg(torch.bmm(second, torch.bmm(below, first)), out=out[:, b:, :b])
-    return out
+    return x.view(-1, n, 2, b, 2, n, 2, b)[:, :, 1, :, :, :, 0].diagonal(dim1=1, dim2=4).movedim(-1, 1)
 
 
 def reverse_cumsum_(x: Tensor) -> None:
     """Sums over the rows from each to the last, in place and by halves: x [R, C, K]."""
     b = 1
     while b < x.shape[1]:
-        half(x, b, 0).add_(half(x, b, 1)[:, :, :1])
+        x_first, x_second = halves(x, b)
+        x_first += x_second[:, :, :1]
         b *= 2

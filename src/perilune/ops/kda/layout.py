@@ -24,46 +24,41 @@ class Part:
 
     size: int
     live: list[int]  # sequences alive at each step
-    span: slice | None  # plain batch: the tokens of every sequence
-    tokens: Tensor | None = None  # packed: the tokens, and the row of each among the chunks' rows
-    slots: Tensor | None = None
+    tokens: slice | Tensor  # plain batch: of every sequence; packed: of the row, in the order of `slots`
+    slots: Tensor | None = None  # packed: the row of each token among the chunks' rows
 
-    @property
-    def chunks(self) -> int:
-        return sum(self.live)
-
-    def steps(self, heads: int) -> list[slice]:
-        """The range of R that each step reads."""
-        return [slice((stop - n) * heads, stop * heads) for n, stop in zip(self.live, accumulate(self.live))]
+    def steps(self, heads: int) -> list[int]:
+        """How many of R each step reads."""
+        return [n * heads for n in self.live]
 
     def fill(self, rows: Tensor, x: Tensor) -> None:
-        """Writes the tokens x [B, T, H, D] to rows [R, C, D]."""
-        H, D = x.shape[2:]
-        if self.span is not None:
-            filled, empty, tokens = self._views(rows, x)
-            filled.copy_(tokens)
-            empty.zero_()
+        """Writes the tokens x [N, T, H, D] (packed: [1, T, H, D]) to rows [R, C, D]."""
+        if self.slots is None:
+            x = self._by_chunk(x)
+            rows = rows.unflatten(0, x.shape[:3])
+            if x.shape[3] < self.size:
+                rows[:, :, :, x.shape[3] :] = 0
+                rows = rows[:, :, :, : x.shape[3]]
+            rows.copy_(x)
         else:
-            flat = rows.new_zeros(self.chunks * self.size, H, D)
-            flat.index_copy_(0, self.slots, x[0].index_select(0, self.tokens).to(rows.dtype))
-            rows.unflatten(0, (self.chunks, H)).copy_(flat.view(-1, self.size, H, D).transpose(1, 2))
+            H, D = x.shape[2:]
+            flat = rows.new_zeros(sum(self.live) * self.size, H, D)
+            flat.index_copy_(0, self.slots, x[0, self.tokens].to(rows.dtype))
+            rows.unflatten(0, (-1, H)).copy_(flat.view(-1, self.size, H, D).transpose(1, 2))
 
     def pour(self, x: Tensor, rows: Tensor) -> None:
-        """Writes rows [R, C, D] to the tokens x [B, T, H, D]."""
-        H, D = x.shape[2:]
-        if self.span is not None:
-            filled, _, tokens = self._views(rows, x)
-            tokens.copy_(filled)
+        """Writes rows [R, C, D] to the tokens x [N, T, H, D] (packed: [1, T, H, D])."""
+        if self.slots is None:
+            x = self._by_chunk(x)
+            x.copy_(rows.unflatten(0, x.shape[:3])[:, :, :, : x.shape[3]])
         else:
-            flat = rows.unflatten(0, (self.chunks, H)).transpose(1, 2).reshape(-1, H, D)
-            x[0].index_copy_(0, self.tokens, flat.index_select(0, self.slots).to(x.dtype))
+            H, D = x.shape[2:]
+            flat = rows.unflatten(0, (-1, H)).transpose(1, 2).reshape(-1, H, D)
+            x[0, self.tokens] = flat[self.slots].to(x.dtype)
 
-    def _views(self, rows: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of a plain batch, the rows with and without tokens and the tokens: [N, steps, C, H, D] all."""
-        steps, sequences = len(self.live), self.live[0]
-        x = x.unflatten(1, (sequences // x.shape[0], -1)).flatten(0, 1)[:, self.span].unflatten(1, (steps, -1))
-        rows = rows.unflatten(0, (steps, sequences, x.shape[3])).permute(1, 0, 3, 2, 4)
-        return rows[:, :, : x.shape[2]], rows[:, :, x.shape[2] :], x
+    def _by_chunk(self, x: Tensor) -> Tensor:
+        """Of a plain batch, this part's tokens as a view [steps, N, H, C or fewer, D]."""
+        return x[:, self.tokens].unflatten(1, (len(self.live), -1)).permute(1, 0, 3, 2, 4)
 
 
 @dataclass(frozen=True)
@@ -72,7 +67,13 @@ class Layout:
 
     parts: list[Part]
     sequences: int
-    order: Tensor | None = None  # the sequence at each place, longest first; None: as they come
+    order: Tensor | None = None  # packed: the sequence at each place, longest first
+
+    def view(self, x: Tensor) -> Tensor:
+        """[B, T, ...] as the parts see it: documents of one length are a batch."""
+        if self.order is not None or x.shape[0] == self.sequences:
+            return x
+        return x[0].unflatten(0, (self.sequences, x.shape[1] // max(self.sequences, 1)))
 
     def sort(self, states: Tensor, dtype: torch.dtype) -> Tensor:
         """[N, H, K, V] to a copy [N * H, K, V] in the order of the parts."""
@@ -140,5 +141,5 @@ def _ragged(cu: list[int], lengths: list[int], size: int, chunk: int, device: to
     for cut in _cut(live, chunk):
         here = slice(reached[cut.start], reached[cut.stop])
         base = first[cut.start] * size
-        parts.append(Part(size, live[cut], None, tokens[here].to(device), (slots[here] - base).to(device)))
+        parts.append(Part(size, live[cut], tokens[here].to(device), (slots[here] - base).to(device)))
     return Layout(parts, len(lengths), torch.tensor(order, device=device))
