@@ -232,6 +232,14 @@ def test_two_phases_equal_one(N: int, shape: tuple[int, ...]) -> None:
         )
 
 
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_two_phases_with_scores_too_far_apart_for_exp(sign: int) -> None:
+    query, one = torch.full((4,), 1000.0, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
+    bank, live = sign * one, -2 * sign * one
+    out = attn_res_merge(attn_res_bank(query[None], [bank], one[None]).of(0), query, live, one)
+    assert torch.equal(out, bank if sign > 0 else live)
+
+
 def test_two_phases_have_the_gradients_of_one() -> None:
     query, key_weight, live, *sources = inputs(4, 3, 6)
     wanted, dout = [query, key_weight, live, *sources], torch.randn(3, 6, dtype=torch.float64)
