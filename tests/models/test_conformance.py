@@ -168,7 +168,7 @@ def test_float32_agrees(case: tuple[str, K3Model, Tensor]) -> None:
     which, _, logits = case
     got = logits_of(golden_model(which, torch.float32), which)
     assert got.dtype == torch.float32
-    torch.testing.assert_close(got.double(), logits, rtol=0, atol=1e-5)
+    torch.testing.assert_close(got.double(), logits, rtol=0, atol=2e-5)  # rounding alone makes 1e-5 of it
 
 
 def test_residual_stream_after_each_layer(case: tuple[str, K3Model, Tensor]) -> None:
