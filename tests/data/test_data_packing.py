@@ -19,14 +19,14 @@ def make_documents(lengths: list[int]) -> list[np.ndarray]:
     return [np.arange(a, b, dtype=np.int32) for a, b in pairwise(starts)]
 
 
-def slow_stream(documents: list[np.ndarray], orders: list[list[int]]) -> list[tuple[int, int, bool]]:
-    """(id, label, is it the first of its document) of every token, one at a time: the oracle."""
-    stream = []
-    for order in orders:
-        for d in order:
-            ids = documents[d].tolist()
-            stream += [(x, y, i == 0) for i, (x, y) in enumerate(zip(ids, [*ids[1:], IGNORE]))]
-    return stream
+def pieces_of(lengths: list[int], context: int) -> list[tuple[list[int], list[int]]]:
+    """(ids, labels) of every piece of `make_documents(lengths)`, one at a time: the oracle."""
+    pieces = []
+    for document in make_documents(lengths):
+        ids = document.tolist()
+        labels = [*ids[1:], IGNORE]
+        pieces += [(ids[a : a + context], labels[a : a + context]) for a in range(0, len(ids), context)]
+    return pieces
 
 
 def read(batches: PackedBatches, count: int) -> list[Batch]:
@@ -41,12 +41,16 @@ def same(a: Batch, b: Batch) -> bool:
     return all(torch.equal(getattr(a, name), getattr(b, name)) for name in ("input_ids", "labels", "cu_seqlens"))
 
 
-def orders_of(documents: list[np.ndarray], seed: int, epochs: int) -> list[list[int]]:
-    """The order of documents, read off the stream of batches that hold one token each."""
-    first = {int(document[0]): i for i, document in enumerate(documents)}
-    total = sum(map(len, documents))
-    ids = [int(batch.input_ids) for batch in read(PackedBatches(documents, 1, 1, seed), total * epochs)]
-    return [[first[x] for x in ids[e * total : (e + 1) * total] if x in first] for e in range(epochs)]
+def whole_epochs(lengths: list[int], context: int, seed: int, epochs: int) -> list[list[tuple[list[int], list[int]]]]:
+    """The pieces (ids, labels) of each epoch in order, from batches that hold an epoch each."""
+    batches = PackedBatches(make_documents(lengths), sum(lengths), context, seed)
+    return [
+        [
+            (batch.input_ids[0, a:b].tolist(), batch.labels[0, a:b].tolist())
+            for a, b in pairwise(batch.cu_seqlens.tolist())
+        ]
+        for batch in read(batches, epochs)
+    ]
 
 
 @settings(derandomize=True, deadline=None, max_examples=40)
@@ -54,20 +58,18 @@ def orders_of(documents: list[np.ndarray], seed: int, epochs: int) -> list[list[
     st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(1, 60), st.integers(1, 60), st.integers(0, 2**40)
 )
 def test_batches_are_the_stream_cut(lengths: list[int], a: int, b: int, seed: int) -> None:
-    context, tokens = min(a, b), max(a, b)
-    documents = make_documents(lengths)
-    orders = orders_of(documents, seed, epochs=4)
-    stream = slow_stream(documents, orders)
-    batches = PackedBatches(documents, tokens, context, seed)
+    context, tokens = min(a, b, sum(lengths)), max(a, b)
+    stream = []  # (id, label, does a piece begin here)
+    for epoch in whole_epochs(lengths, context, seed, epochs=4):
+        assert sorted(epoch) == sorted(pieces_of(lengths, context))
+        stream += [(x, y, i == 0) for ids, labels in epoch for i, (x, y) in enumerate(zip(ids, labels))]
+    batches = PackedBatches(make_documents(lengths), tokens, context, seed)
     for begin in range(0, len(stream) - tokens, tokens):
         batch = batches.next()
         row = stream[begin : begin + tokens]
         assert batch.input_ids.tolist() == [[x for x, _, _ in row]]
         assert batch.labels.tolist() == [[y for _, y, _ in row]]
-        starts: list[int] = []
-        for i, (_, _, opens) in enumerate(row):
-            if i == 0 or opens or i - starts[-1] == context:
-                starts.append(i)
+        starts = [i for i, (_, _, opens) in enumerate(row) if i == 0 or opens]
         assert batch.cu_seqlens.tolist() == [*starts, tokens]
 
 
@@ -87,16 +89,24 @@ def test_an_epoch_holds_every_token_once() -> None:
 
 
 def test_every_epoch_has_an_order_of_its_own() -> None:
-    documents = make_documents([3] * 20)
-    first, second, third = orders_of(documents, seed=0, epochs=3)
-    assert sorted(first) == sorted(second) == sorted(third) == list(range(20))
-    assert len({tuple(order) for order in (first, second, third)}) == 3
-    assert orders_of(documents, seed=0, epochs=1) == [first]
-    assert orders_of(documents, seed=1, epochs=1) != [first]
+    first, second, third = whole_epochs([3] * 20, 3, seed=0, epochs=3)
+    assert sorted(first) == sorted(second) == sorted(third)
+    assert first != second != third != first
+    assert whole_epochs([3] * 20, 3, seed=0, epochs=1) == [first]
+    assert whole_epochs([3] * 20, 3, seed=1, epochs=1) != [first]
 
 
 def test_the_order_is_the_same_everywhere() -> None:
-    assert orders_of(make_documents([2] * 7), seed=5, epochs=1) == [[4, 3, 5, 6, 2, 0, 1]]
+    (epoch,) = whole_epochs([2] * 7, 2, seed=5, epochs=1)
+    assert [ids[0] // 2 for ids, _ in epoch] == [4, 3, 5, 6, 2, 0, 1]
+
+
+def test_a_step_sees_many_documents() -> None:
+    """Pieces of one long document do not follow each other: steps would be of one kind, and learning slow."""
+    lengths = [640] * 10
+    batch = PackedBatches(make_documents(lengths), 640, 64, seed=0).next()
+    documents = (batch.input_ids[0] // 640).unique()
+    assert len(documents) >= 5
 
 
 def test_resume_at_every_step_of_three_epochs() -> None:
@@ -113,18 +123,27 @@ def test_resume_at_every_step_of_three_epochs() -> None:
         assert all(same(a, b) for a, b in zip(read(resumed, 25 - step), expected[step:]))
 
 
-def test_other_sizes_go_on_where_the_last_ones_stopped() -> None:
+def test_another_batch_size_goes_on_where_the_last_one_stopped() -> None:
     documents = make_documents(LENGTHS)
-    reference = torch.cat([batch.input_ids[0] for batch in read(PackedBatches(documents, 1, 1), 92 * 3)])
+    reference = torch.cat([batch.input_ids[0] for batch in read(PackedBatches(documents, 4, 4), 92)])
     batches = PackedBatches(documents, 12, 4)
     ids = [batch.input_ids[0] for batch in read(batches, 5)]
-    batches.resize(tokens=31, context=31)
+    batches.resize(tokens=31, context=4)
     ids += [batch.input_ids[0] for batch in read(batches, 3)]
-    larger = PackedBatches(documents, 50, 20)  # a new stage, another process
+    larger = PackedBatches(documents, 50, 4)  # another process
     larger.load_state_dict(batches.state_dict())
     ids += [batch.input_ids[0] for batch in read(larger, 2)]
-    ids = torch.cat(ids)
-    assert torch.equal(ids, reference[: len(ids)])
+    assert torch.equal(torch.cat(ids), reference[: 5 * 12 + 3 * 31 + 2 * 50])
+
+
+def test_another_context_keeps_the_place_and_cuts_other_pieces() -> None:
+    batches = PackedBatches(make_documents(LENGTHS), 12, 4)
+    read(batches, 5)
+    batches.resize(tokens=40, context=40)
+    assert batches.position == 60
+    lengths = [b - a for batch in read(batches, 4) for a, b in pairwise(batch.cu_seqlens.tolist())]
+    assert max(lengths) > 4
+    assert batches.position == 60 + 4 * 40
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -156,9 +175,11 @@ def test_masks_come_from_lengths_not_ids() -> None:
 
 
 def test_a_document_longer_than_many_batches() -> None:
-    batches = read(PackedBatches(make_documents([100]), 16, 16), 6)
-    assert torch.cat([b.input_ids[0] for b in batches]).tolist() == list(range(96))
-    assert torch.cat([b.labels[0] for b in batches]).tolist() == list(range(1, 97))
+    batches = read(PackedBatches(make_documents([96]), 16, 16), 6)
+    ids = torch.cat([b.input_ids[0] for b in batches])
+    assert sorted(ids.tolist()) == list(range(96))
+    labels = torch.cat([b.labels[0] for b in batches])
+    assert torch.equal(labels, torch.where(ids == 95, IGNORE, ids + 1))
     assert all(b.cu_seqlens.tolist() == [0, 16] for b in batches)
 
 

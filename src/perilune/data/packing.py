@@ -30,13 +30,15 @@ class Batch:
 class PackedBatches:
     """Batches of exactly `tokens` tokens, without end, from documents in an order shuffled anew every epoch.
 
-    An epoch is one long stream: the documents, each an array of ids, in the order of `seed` and epoch.  A batch is the
-    next `tokens` of it, cut where a document starts and wherever a piece has grown to `context`; what a cut leaves
-    over opens the next batch.  Every token is an input exactly once an epoch.
+    Documents, each an array of ids, are cut into pieces of `context` tokens, the last of each shorter.  An epoch is
+    one long stream of all pieces in the order of `seed` and epoch, so that a step sees many documents, not a stretch
+    of one.  A batch is the next `tokens` of the stream; what its end cuts off a piece opens the next batch.  Every
+    token is an input exactly once an epoch.
 
     The whole state is one integer, the position in the stream, so it can be taken up at any step, also with another
-    `context`, `tokens` or `ranks`.  Of `ranks` readers, reader `rank` gets every `ranks`-th batch of the same stream:
-    they share no token, and move in step.
+    `tokens` or `ranks`; another `context` means other pieces, so the rest of that epoch is another selection.  Of
+    `ranks` readers, reader `rank` gets every `ranks`-th batch of the same stream: they share no token, and move in
+    step.
 
     Raises DataError without tokens, ConfigError if `tokens` has no room for a piece of length `context`.
     """
@@ -52,17 +54,20 @@ class PackedBatches:
         ranks: int = 1,
     ) -> None:
         self._ids, self._starts = _flatten(documents)
+        self._labels = np.append(self._ids[1:], IGNORE)  # the next token of the same document
+        self._labels[self._starts[1:] - 1] = IGNORE
         if not 0 <= rank < ranks:
             raise ConfigError(f"rank: expected 0 to {ranks - 1}, got {rank}; number the readers from 0")
         self.seed, self.rank, self.ranks = seed, rank, ranks
         self.position = 0  # in tokens since the first epoch began, the same for all readers
-        self._epoch: tuple[int, np.ndarray, np.ndarray] | None = None
         self.resize(tokens, context)
 
     def resize(self, tokens: int, context: int) -> None:
         """From the next batch on, other sizes; the place in the stream stays."""
         _check_sizes(tokens, context)
         self.tokens, self.context = tokens, context
+        self._pieces = _cut(self._starts, context)
+        self._epoch: tuple[int, np.ndarray, np.ndarray] | None = None
 
     @property
     def epoch(self) -> int:
@@ -77,41 +82,35 @@ class PackedBatches:
         """This reader's next batch."""
         begin = self.position + self.rank * self.tokens
         self.position += self.ranks * self.tokens
-        ids, labels, starts, filled = [], [], [], 0
+        indices, starts, filled = [], [], 0
         while filled < self.tokens:  # once, and again for every end of an epoch inside the batch
             epoch, offset = divmod(begin + filled, len(self._ids))
             length = min(self.tokens - filled, len(self._ids) - offset)
-            piece_ids, piece_labels, piece_starts = self._read(epoch, offset, length)
-            ids.append(piece_ids)
-            labels.append(piece_labels)
-            starts.append(piece_starts + filled)
+            index, start = self._read(epoch, offset, length)
+            indices.append(index)
+            starts.append(start + filled)
             filled += length
-        return _batch(np.concatenate(ids), np.concatenate(labels), np.concatenate(starts))
+        index = np.concatenate(indices)
+        return _batch(self._ids[index], self._labels[index], np.concatenate(starts))
 
-    def _read(self, epoch: int, offset: int, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Inputs, labels, and where pieces begin, of `length` tokens of an epoch from `offset` on."""
+    def _read(self, epoch: int, offset: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Which ids make the `length` tokens of an epoch from `offset` on, and where pieces begin among them."""
         order, ends = self._order(epoch)
         first, last = np.searchsorted(ends, [offset, offset + length - 1], side="right")
-        documents = order[first : last + 1]
-        stop = np.minimum(ends[first : last + 1], offset + length) - offset  # where each document's part ends [N]
+        pieces = order[first : last + 1]
+        stop = np.minimum(ends[first : last + 1], offset + length) - offset  # where each piece's part ends [N]
         start = np.concatenate([[0], stop[:-1]])
         skipped = np.zeros_like(start)
-        skipped[0] = offset - (ends[first - 1] if first else 0)  # of the first document, in earlier batches
-        lengths = stop - start
-        local = np.arange(length) - np.repeat(start, lengths)  # place within the part [T]
-        index = local + np.repeat(self._starts[documents] + skipped, lengths)
-        ended = self._starts[documents + 1] == index[stop - 1] + 1
-        labels = self._ids[np.minimum(index + 1, len(self._ids) - 1)].astype(np.int64)
-        labels[stop[ended] - 1] = IGNORE
-        return self._ids[index].astype(np.int64), labels, np.flatnonzero(local % self.context == 0)
+        skipped[0] = offset - (ends[first - 1] if first else 0)  # of the first piece, in earlier batches
+        return np.arange(length) + np.repeat(self._pieces[pieces] + skipped - start, stop - start), start
 
     def _order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The documents of an epoch in order, and where in its stream each one ends."""
+        """The pieces of an epoch in order, and where in its stream each one ends."""
         if self._epoch is None or self._epoch[0] != epoch:
             # Raw words of the generator are the same in every release of numpy; `permutation` need not be.
-            keys = np.random.PCG64([self.seed, epoch]).random_raw(len(self._starts) - 1)
+            keys = np.random.PCG64([self.seed, epoch]).random_raw(len(self._pieces) - 1)
             order = np.argsort(keys, kind="stable")
-            self._epoch = epoch, order, np.cumsum(np.diff(self._starts)[order])
+            self._epoch = epoch, order, np.cumsum(np.diff(self._pieces)[order])
         return self._epoch[1:]
 
     def state_dict(self) -> dict[str, int]:
@@ -160,8 +159,16 @@ def _evaluation_row(ids: np.ndarray, row: list[slice]) -> Batch:
     return _batch(inputs, labels, starts)
 
 
+def _cut(starts: np.ndarray, context: int) -> np.ndarray:
+    """Where the pieces of all documents begin, with the total behind `[pieces + 1]`."""
+    counts = -(-np.diff(starts) // context)
+    first = np.repeat(np.cumsum(counts) - counts, counts)
+    within = np.arange(counts.sum()) - first
+    return np.append(np.repeat(starts[:-1], counts) + within * context, starts[-1])
+
+
 def _batch(ids: np.ndarray, labels: np.ndarray, starts: np.ndarray) -> Batch:
-    cu_seqlens = np.append(starts, len(ids)).astype(np.int64)
+    ids, labels, cu_seqlens = (x.astype(np.int64) for x in (ids, labels, np.append(starts, len(ids))))
     return Batch(torch.from_numpy(ids)[None], torch.from_numpy(labels)[None], torch.from_numpy(cu_seqlens))
 
 
