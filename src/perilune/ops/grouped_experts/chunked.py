@@ -1,10 +1,11 @@
 """The fast path in plain torch: sort by expert, grouped products, and a backward written by hand."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import embedding_bag
 
 from perilune.core.errors import ShapeError
 from perilune.ops.grouped_experts.activation import Activation, GatedActivation
@@ -27,27 +28,48 @@ def grouped_experts_chunked(
 
     On a CPU, 16-bit inputs are computed in float32 and rounded once: few CPUs multiply them faster.
     """
-    order, counts = sort_by_expert(ids, w_gate.shape[0])
+    layout = sort_by_expert(ids, w_gate.shape[0])
+    if layout.slot.numel() == 0:
+        # Still a function of every input, so that all get a gradient, of zero.
+        return x * 0 + sum((t * 0).sum() for t in (w_gate, w_up, w_down, weights.to(x.dtype)))
     dtype = x.dtype
     if x.device.type == "cpu" and dtype.itemsize < 4:
         x, w_gate, w_up, w_down = (t.float() for t in (x, w_gate, w_up, w_down))
     f = GatedActivation(activation, beta_gate, beta_up)
-    return _GroupedExperts.apply(x, w_gate, w_up, w_down, weights, order, counts, f).to(dtype)
+    out = _GroupedExperts.apply(
+        x.contiguous(), w_gate.contiguous(), w_up.contiguous(), w_down.contiguous(), weights, f, *layout
+    )
+    return out.to(dtype)
 
 
-def sort_by_expert(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """(flat slot numbers ordered by expert `[P]`, slots of each expert `[E]`); empty slots, id -1, are left out."""
-    flat = ids.flatten()
+class Layout(NamedTuple):
+    """Where the P occupied of M * top_k slots lie when rows are sorted by expert, and the way back."""
+
+    slot: Tensor  # [P], slot of each row
+    token: Tensor  # [P], token of each row
+    counts: Tensor  # [E], rows of each expert
+    row: Tensor  # [P], row of each occupied slot, by slot
+    start: Tensor  # [M], where each token's slots begin in `row`
+
+
+def sort_by_expert(ids: Tensor, num_experts: int) -> Layout:
+    """The layout of `ids: [M, top_k]`; slots of id -1 are empty and have no row."""
+    top_k = max(ids.shape[1], 1)
+    flat = ids.flatten().long()
     counts = torch.bincount(flat + 1, minlength=num_experts + 1)
     if counts.numel() > num_experts + 1:
         raise ShapeError(
             f"ids: expected expert numbers below {num_experts}, got {counts.numel() - 2}; route among the experts given"
         )
-    return flat.argsort(stable=True)[int(counts[0]) :], counts[1:]
+    slot = flat.argsort(stable=True)[int(counts[0]) :]
+    row = torch.empty_like(flat).index_copy_(0, slot, torch.arange(slot.numel(), device=flat.device))
+    occupied = ids >= 0
+    per_token = occupied.sum(-1)
+    return Layout(slot, slot // top_k, counts[1:], row[occupied.flatten()], per_token.cumsum(0) - per_token)
 
 
 class _GroupedExperts(torch.autograd.Function):
-    """Keeps the inputs and the gate and up projections; everything else is computed again.
+    """Keeps the inputs and two values an inner unit, the gate's projection and the up branch; everything else is computed again.
 
     The gradient of a routing weight needs no expert output: for y = sum_e p_e W2 a_e,
     dp_e = <dy, W2 a_e> = <W2^T dy, a_e>, and W2^T dy is needed for the activation anyway.
@@ -61,50 +83,49 @@ class _GroupedExperts(torch.autograd.Function):
         w_up: Tensor,
         w_down: Tensor,
         weights: Tensor,
-        order: Tensor,
-        counts: Tensor,
         f: GatedActivation,
+        *layout: Tensor,
     ) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
-        M, top_k = weights.shape
-        rows = x[order // top_k]  # [P, D]
-        gate = grouped_product(rows, w_gate.mT, counts)  # [P, F]
-        up = grouped_product(rows, w_up.mT, counts)
-        y = grouped_product(f(gate.to(wide), up.to(wide)).to(x.dtype), w_down.mT, counts)  # [P, D]
-        slots = _to_slots(y.to(wide), order, M * top_k).unflatten(0, (M, top_k))
-        ctx.save_for_backward(x, w_gate, w_up, w_down, weights, order, counts, gate, up)
+        slot, token, counts, row, start = layout
+        rows = x.index_select(0, token)  # [P, D]
+        inner = grouped_product(rows, torch.cat([w_gate, w_up], 1).mT, counts)  # [P, 2 F]
+        gate, up = inner.chunk(2, -1)
+        raised = f.raised(up.to(wide))
+        y = grouped_product(f(gate.to(wide), raised).to(x.dtype), w_down.mT, counts)  # [P, D]
+        ctx.save_for_backward(x, w_gate, w_up, w_down, weights, gate.contiguous(), raised.to(x.dtype), *layout)
         ctx.f = f
-        return (weights.to(wide).unsqueeze(1) @ slots).squeeze(1).to(x.dtype)
+        p = weights.flatten().to(wide)
+        p = p if p.numel() == slot.numel() else p[slot.sort().values]  # of the occupied slots
+        return _sum_to_tokens(y.to(wide), row, start, p).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        x, w_gate, w_up, w_down, weights, order, counts, gate, up = ctx.saved_tensors
+        x, w_gate, w_up, w_down, weights, gate, raised, slot, token, counts, row, start = ctx.saved_tensors
         wide = torch.promote_types(x.dtype, torch.float32)
-        M, top_k = weights.shape
-        token = order // top_k
-        dy = dout[token]  # [P, D], not yet weighted
-        p = weights.flatten()[order].to(wide).unsqueeze(-1)  # [P, 1]
-        a, a_gate, a_up = ctx.f.with_derivatives(gate.to(wide), up.to(wide))
+        need_x, need_gate, need_up, need_down, need_weights = ctx.needs_input_grad[:5]
+        dx = dw_gate = dw_up = dw_down = dweights = None
+        dy = dout.index_select(0, token)  # [P, D], not yet weighted
+        p = weights.flatten().index_select(0, slot).to(wide).unsqueeze(-1)  # [P, 1]
+        a, a_gate, a_up = ctx.f.with_derivatives(gate.to(wide), raised.to(wide))
         da = grouped_product(dy, w_down, counts).to(wide)  # [P, F]
-        dweights = dx = dw_gate = dw_up = dw_down = None
-        if ctx.needs_input_grad[4]:
-            dweights = _to_slots((da * a).sum(-1, keepdim=True), order, M * top_k).view(M, top_k).to(weights.dtype)
-        if ctx.needs_input_grad[3]:
+        if need_weights:
+            dweights = weights.new_zeros(weights.numel())
+            dweights.index_copy_(0, slot, torch.linalg.vecdot(da, a).to(weights.dtype))
+            dweights = dweights.view_as(weights)
+        if need_down:
             dw_down = grouped_outer(dy, a.mul_(p).to(x.dtype), counts)
         da = da.mul_(p)
-        dgate, dup = a_gate.mul_(da).to(x.dtype), a_up.mul_(da).to(x.dtype)
-        if ctx.needs_input_grad[0]:
-            drows = grouped_product(dgate, w_gate, counts).to(wide) + grouped_product(dup, w_up, counts)
-            dx = _to_slots(drows, order, M * top_k).unflatten(0, (M, top_k)).sum(1).to(x.dtype)
-        rows = x[token] if ctx.needs_input_grad[1] or ctx.needs_input_grad[2] else x
-        if ctx.needs_input_grad[1]:
-            dw_gate = grouped_outer(dgate, rows, counts)
-        if ctx.needs_input_grad[2]:
-            dw_up = grouped_outer(dup, rows, counts)
-        return dx, dw_gate, dw_up, dw_down, dweights, None, None, None
+        dinner = torch.cat([a_gate.mul_(da), a_up.mul_(da)], -1).to(x.dtype)  # [P, 2 F]
+        if need_x:
+            drows = grouped_product(dinner, torch.cat([w_gate, w_up], 1), counts)
+            dx = _sum_to_tokens(drows.to(wide), row, start).to(x.dtype)
+        if need_gate or need_up:
+            dw_gate, dw_up = grouped_outer(dinner, x.index_select(0, token), counts).chunk(2, 1)
+        return dx, dw_gate, dw_up, dw_down, dweights, None, *[None] * len(Layout._fields)
 
 
-def _to_slots(rows: Tensor, order: Tensor, slots: int) -> Tensor:
-    """Rows sorted by expert back in the order of the slots, zero where a slot is empty: `[P, D] -> [slots, D]`."""
-    return rows.new_zeros(slots, rows.shape[-1]).index_copy_(0, order, rows)
+def _sum_to_tokens(rows: Tensor, row: Tensor, start: Tensor, p: Tensor | None = None) -> Tensor:
+    """Each token's rows summed in the order of its slots, weighted by p: `[P, D] -> [M, D]`, zero without a row."""
+    return embedding_bag(row, rows, start, mode="sum", per_sample_weights=p)

@@ -26,8 +26,8 @@ def grouped_outer(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
     """Sum of left[i]^T right[i] over each group: `[P, K] x [P, N] -> [E, K, N]`, zero for an empty group."""
     if _kernel_serves(left, right):
         out = grouped_mm(left.mT, right, offs=_ends(counts))
-        # Some kernels leave an empty group's result unwritten.
-        return out.index_fill_(0, (counts == 0).nonzero().flatten(), 0)
+        empty = (counts == 0).nonzero().flatten()
+        return out.index_fill_(0, empty, 0) if empty.numel() else out  # some kernels leave these unwritten
     out = left.new_zeros(counts.numel(), left.shape[-1], right.shape[-1])
     left, right = _with_zero_row(left), _with_zero_row(right)
     for groups, index in _batches(counts):
