@@ -138,8 +138,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lead: tuple
     *rows, H, K = q.shape
     HV = v.shape[-2]
     if list(v.shape[:-2]) != rows or HV % H:
+        expected = ", ".join(map(str, rows))
         raise ShapeError(
-            f"v: expected {[*rows, f'n*{H}', 'V']}, got {list(v.shape)}; value heads are a multiple of q's heads"
+            f"v: expected [{expected}, n*{H}, V], got {list(v.shape)}; value heads are a multiple of q's heads"
         )
     for name, x, tail in (("g", g, [K]), ("beta", beta, [])):
         if list(x.shape) not in ([*rows, H, *tail], [*rows, HV, *tail]):

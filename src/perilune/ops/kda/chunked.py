@@ -1,19 +1,17 @@
 """Kimi Delta Attention by chunks: matrix products inside a chunk, a serial scan over the states between chunks.
 
-With c_i the product of the retentions exp(g) of a chunk's rows up to and with i, per key channel, and S its entering
-state (the UT transform of the Kimi Linear paper, written so that nothing overflows):
+Per head and chunk of C rows, with S its entering state and c_i the product of the retentions exp(g) of its rows up to
+and with i, per key channel (the UT transform of the Kimi Linear paper, in an order that subtracts before it solves):
 
     A_ij = k_i . (c_i / c_j * k_j) for j < i, else 0;   P the same with q_i, and q_i . k_i on its diagonal
     X = (I + Diag(beta) A)^-1;   Y = V - (c * K) S;   U = X Diag(beta) Y
     O = (c * Q) S + P U;         S' = c_n * S + (c_n / c * K)^T U
 
-c_i / c_j spans orders of magnitude, so it is never formed as a quotient.  The lower triangle is halved again and again:
-the block that joins the two halves of 2b rows takes the products from the middle to row i and from row j to the
-middle.  Both are products of retentions, at most 1; what underflows is truly that small.  So any decay is safe, with
-one exponential an element and matrix products only.  The same blocks build X, by doubling:
-X_2b = [[X_1, 0], [-X_2 L_21 X_1, X_2]]; each block is a true inverse, where a power series would cancel.
-
-The backward pass keeps the inputs alone and recomputes the rest.
+c_i / c_j spans orders of magnitude, so it is never formed as a quotient.  The lower triangle is halved again and again
+(`halvings`): in the block that joins the halves of 2b rows the ratio is the product from the middle to row i times
+that from row j to the middle.  Both are products of retentions, at most 1, and what underflows is truly that small: any
+decay is safe, with one exponential an element and matrix products only.  X comes from substitution, because a power
+series of A cancels when keys are alike.
 """
 
 from collections.abc import Iterator
@@ -26,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from perilune.ops.kda.layout import Layout, Part, lay_out
 from perilune.ops.kda.reference import working_dtype
 
-CHUNK = 64
+CHUNK = 32
 
 
 def chunked(
@@ -78,7 +76,8 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
-        layout, inputs, kept = ctx.layout, ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+        layout, saved = ctx.layout, ctx.saved_tensors  # read once: activation checkpointing refuses a second time
+        inputs, kept = saved[:5], saved[5:]
         grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
         tokens, dtokens = Tokens.of(layout, *inputs), Tokens.of(layout, *grads)
         do, dstate = layout.view(do), layout.sort(dfinal, dfinal.dtype)
@@ -134,7 +133,7 @@ def backward_part(part: Part, tokens: Tokens, scale: float, state: Tensor, do: T
 
     rows = torch.bmm(out.flatten(1, 2), entering.mT).view_as(c.qk).mul_(c.since[:, :, None])
     end = torch.bmm(u, leaving.mT).mul_(c.until)
-    cols = end.clone()
+    cols = torch.zeros_like(end)
     for b, since, until in halvings(c.retention, torch.ones_like(c.until)):
         qk_half, k_half, since = second(c.qk, b), first(c.k, b), since[..., None, :]
         block = lower_left(dpa, b).reshape(-1, 2 * b, b)
@@ -143,11 +142,13 @@ def backward_part(part: Part, tokens: Tokens, scale: float, state: Tensor, do: T
         second(rows, b).addcmul_(by_row.view_as(qk_half), since)
         first(cols, b).addcmul_(by_col.view_as(k_half), until)
 
-    # the diagonal of P carries no decay: it enters after dg, where it would have to cancel
+    # g_t takes part in what a row from t on reads of rows before t.  Reads within the chunk: sums from t on, in which
+    # pairs beyond t cancel; writes that leave it: sums before t.  The diagonal of P carries no decay and stays out.
     dg = (c.qk[:, :, 0] * rows[:, :, 0]).addcmul_(c.k, rows[:, :, 1]).addcmul_(c.k, cols, value=-1)
-    dg[:, -1] += (c.k * end).sum(1).add_(c.kept[..., 0] * (entering * leaving).sum(-1))
-    reverse_cumsum_(dg)
-    dk = cols.add_(rows[:, :, 1]).addcmul_(dp, c.qk[:, :, 0])
+    dg[:, -1] += c.kept[..., 0] * (entering * leaving).sum(-1)
+    sum_from_(dg)
+    dg[:, 1:] += sum_through_(c.k * end)[:, :-1]
+    dk = cols.add_(end).add_(rows[:, :, 1]).addcmul_(dp, c.qk[:, :, 0])
     dq = rows[:, :, 0].addcmul_(dp, c.k).mul_(scale)
     return Tokens(dq, dk, dv, dg, dbeta)
 
@@ -191,18 +192,14 @@ def prepare(part: Part, tokens: Tokens, scale: float, dtype: torch.dtype) -> Chu
     q *= scale
     since, until = retention.exp_().clone(), torch.ones_like(retention)
 
-    pa = torch.zeros_like(rows(2, C))
+    pa = qk.new_zeros(len(qk), C, 2, C)
     for b, since_half, until_half in halvings(since, until):
         row = second(qk, b) * since_half[..., None, :]
         col = first(k, b) * until_half
         block = torch.bmm(row.view(-1, 2 * b, K), col.view(-1, b, K).mT)
         lower_left(pa, b).copy_(block.view(len(pa), -1, b, 2, b))
-    inverse = torch.linalg.solve_triangular(
-        beta * pa[:, :, 1],
-        torch.eye(C, dtype=dtype, device=pa.device).expand(len(pa), C, C),
-        upper=False,
-        unitriangular=True,
-    )
+    identity = torch.eye(C, dtype=dtype, device=pa.device).expand(len(pa), C, C)
+    inverse = torch.linalg.solve_triangular(beta * pa[:, :, 1], identity, upper=False, unitriangular=True)
     pa[:, :, 0].diagonal(dim1=1, dim2=2).copy_((q * k).sum(-1))
     return Chunks(steps, qk, v, beta, retention, since, until, pa, inverse, qk * since[:, :, None], k * until)
 
@@ -282,10 +279,20 @@ def lower_left(x: Tensor, b: int) -> Tensor:
     return x.view(-1, n, 2, b, 2, n, 2, b)[:, :, 1, :, :, :, 0].diagonal(dim1=1, dim2=4).movedim(-1, 1)
 
 
-def reverse_cumsum_(x: Tensor) -> None:
+def sum_from_(x: Tensor) -> None:
     """Sums over the rows from each to the last, in place and by halves: x [R, C, K]."""
     b = 1
     while b < x.shape[1]:
         x_first, x_second = halves(x, b)
         x_first += x_second[:, :, :1]
         b *= 2
+
+
+def sum_through_(x: Tensor) -> Tensor:
+    """Sums over the rows from the first through each, in place and by halves: x [R, C, K]."""
+    b = 1
+    while b < x.shape[1]:
+        x_first, x_second = halves(x, b)
+        x_second += x_first[:, :, -1:]
+        b *= 2
+    return x

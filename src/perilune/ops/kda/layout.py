@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 PART = 1 << 17  # elements of one [R, C, K] tensor of a part, roughly
-MIN_STEPS = 4  # of a part: a state is kept for each, so they must not be short
+MIN_STEPS = 8  # of a part: a state is kept for each, so they must not be short
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,7 @@ class Layout:
 
 def lay_out(q: Tensor, cu: list[int] | None, size: int) -> Layout:
     """Chunks of at most `size` rows, a power of two, for q [B, T, H, K] and documents bounded by `cu`."""
+    assert size & (size - 1) == 0, size
     B, T, H, K = q.shape
     lengths = [T] * B if cu is None else [stop - start for start, stop in pairwise(cu)]
     longest = max(lengths, default=0)

@@ -53,7 +53,7 @@ def recurrence(
     q, k, v, g, beta = (x.to(dtype) for x in (q, k, v, g, beta))
     B, T, H, K = q.shape
     spans = [(b, 0, T) for b in range(B)] if cu is None else [(0, a, z) for a, z in pairwise(cu)]
-    outputs, states = [], []
+    outputs, states = [v.flatten(0, 1)[:0]], []
     for n, (b, start, stop) in enumerate(spans):
         if initial_state is None:
             state = q.new_zeros(1, H, K, v.shape[-1])
@@ -64,5 +64,5 @@ def recurrence(
             o, state = step(q[at], k[at], v[at], g[at], beta[at], state, scale)
             outputs.append(o)
         states.append(state)
-    o = torch.cat(outputs).view(v.shape) if outputs else torch.zeros_like(v)
+    o = torch.cat(outputs).view(v.shape)
     return o.to(out_dtype), torch.cat(states) if states else q.new_zeros(0, H, K, v.shape[-1])
