@@ -29,9 +29,6 @@ def grouped_experts_chunked(
     On a CPU, 16-bit inputs are computed in float32 and rounded once: few CPUs multiply them faster.
     """
     layout = sort_by_expert(ids, w_gate.shape[0])
-    if layout.slot.numel() == 0:
-        # Still a function of every input, so that all get a gradient, of zero.
-        return x * 0 + sum((t * 0).sum() for t in (w_gate, w_up, w_down, weights.to(x.dtype)))
     dtype = x.dtype
     if x.device.type == "cpu" and dtype.itemsize < 4:
         x, w_gate, w_up, w_down = (t.float() for t in (x, w_gate, w_up, w_down))
@@ -69,7 +66,7 @@ def sort_by_expert(ids: Tensor, num_experts: int) -> Layout:
 
 
 class _GroupedExperts(torch.autograd.Function):
-    """Keeps the inputs and two values an inner unit, the gate's projection and the up branch; everything else is computed again.
+    """Keeps the inputs, the gate's projection and the up branch; everything else is computed again.
 
     The gradient of a routing weight needs no expert output: for y = sum_e p_e W2 a_e,
     dp_e = <dy, W2 a_e> = <W2^T dy, a_e>, and W2^T dy is needed for the activation anyway.
@@ -128,4 +125,6 @@ class _GroupedExperts(torch.autograd.Function):
 
 def _sum_to_tokens(rows: Tensor, row: Tensor, start: Tensor, p: Tensor | None = None) -> Tensor:
     """Each token's rows summed in the order of its slots, weighted by p: `[P, D] -> [M, D]`, zero without a row."""
+    if rows.shape[0] == 0:
+        return rows.new_zeros(start.numel(), rows.shape[-1])
     return embedding_bag(row, rows, start, mode="sum", per_sample_weights=p)
