@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from itertools import pairwise
 
 import pytest
@@ -151,6 +152,15 @@ def test_strides_of_source_and_gradient_do_not_matter() -> None:
         got = value_and_gradients([t.detach().requires_grad_() for t in loose], dout)
         tight = [t.clone(memory_format=torch.contiguous_format).requires_grad_() for t in loose]
         torch.testing.assert_close(got, value_and_gradients(tight, dout.contiguous()), rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("R", [1, 600])  # one that is stacked, one that is not
+def test_without_autograd_the_value_is_the_same(mode: Callable[[], AbstractContextManager], R: int) -> None:
+    tensors = inputs(3, R, 64)
+    expected = mix(tensors, backend="reference").detach()
+    with mode():
+        torch.testing.assert_close(mix(tensors), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_one_tensor_may_be_several_sources() -> None:

@@ -293,6 +293,25 @@ def test_gradients_in_low_precision_are_rounded_once(dtype: torch.dtype) -> None
         assert ((g.double() - e).abs() <= bound).all(), name
 
 
+@pytest.mark.parametrize("T", [1, 50])
+def test_inference_mode_changes_nothing(T: int) -> None:
+    x, weight, state = inputs(2, T, 3, 4)
+    expected = [t.detach() for t in short_conv(x, weight, initial_state=state, output_final_state=True)]
+    with torch.inference_mode():
+        got = list(short_conv(x, weight, initial_state=state, output_final_state=True))
+    assert_equal_to(got, expected, 0)
+
+
+def test_the_meta_device_gives_shapes() -> None:
+    x, weight = torch.empty(1, 9, 5, device="meta", requires_grad=True), torch.empty(5, 4, device="meta")
+    for cu in (None, [0, 4, 9]):
+        y, final = short_conv(x, weight, output_final_state=True, cu_seqlens=cu)
+        assert (y.shape, y.device.type) == (x.shape, "meta")
+        assert final is not None
+        assert final.shape == (1 if cu is None else 2, 3, 5)
+        y.sum().backward()
+
+
 def test_the_graph_keeps_the_inputs_and_nothing_else() -> None:
     x, weight, state = inputs(1, 64, 16, 4, dtype=torch.float32)
     kept: dict[int, int] = {}

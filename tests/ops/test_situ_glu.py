@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -167,6 +168,18 @@ def test_strides_of_input_and_gradient_do_not_matter(unit: Callable[..., Tensor]
                 dy.contiguous(),
             )
             torch.testing.assert_close(loose, tight, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("R", [1, 600])  # one that takes the plain equation, one that does not
+@pytest.mark.parametrize("unit", UNITS)
+def test_without_autograd_the_value_is_the_same(
+    unit: Callable[..., Tensor], R: int, mode: Callable[[], AbstractContextManager]
+) -> None:
+    inputs = pair(R, 64, dtype=torch.bfloat16)
+    expected = unit(*inputs).detach()
+    with mode():
+        assert torch.equal(unit(*inputs), expected)
 
 
 @pytest.mark.parametrize("unit", UNITS)

@@ -7,8 +7,10 @@ never holds them for the whole tensor.
 import math
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
+FEW = 2**15  # elements
 CPU_BLOCK = 2**18  # elements: 1 MiB of float32, of the order of a core's own cache
 DEVICE_BLOCK = 2**26  # elements: enough to fill any accelerator
 
@@ -24,3 +26,8 @@ def row_blocks(x: Tensor) -> Iterator[tuple[int, int]]:
     elements = CPU_BLOCK if x.device.type == "cpu" else DEVICE_BLOCK
     step = max(1, elements // max(1, D))
     return ((first, min(first + step, R)) for first in range(0, R, step))
+
+
+def only_few(x: Tensor) -> bool:
+    """Whether x is so small, and autograd off, that the plain equation beats blocks: the tokens of a decoding step."""
+    return not torch.is_grad_enabled() and x.numel() <= FEW

@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from perilune.ops.blocks import as_rows, row_blocks
+from perilune.ops.attn_res import reference
+from perilune.ops.blocks import as_rows, only_few, row_blocks
 
 
 def attn_res(query: Tensor, sources: Sequence[Tensor], key_weight: Tensor, eps: float) -> Tensor:
+    if only_few(sources[0]):
+        return reference.attn_res(query, sources, key_weight, eps)
     return AttnRes.apply(query, key_weight, eps, *sources)
 
 
@@ -30,11 +33,10 @@ class AttnRes(torch.autograd.Function):
         out = torch.empty(sources[0].shape, dtype=sources[0].dtype, device=w.device)
         for first, last in row_blocks(rows[0]):
             block = [v[first:last].to(compute) for v in rows]
-            for i, v in enumerate(block):
-                scale = inverse_rms[i, first:last]
-                torch.rsqrt(v.square().mean(-1).add_(eps), out=scale)
-                torch.mul(v @ w, scale, out=score[i, first:last])
-            a = torch.softmax(score[:, first:last], dim=0)
+            s, r = score[:, first:last], inverse_rms[:, first:last]  # [N, block]
+            torch.stack([v.square().mean(-1) for v in block], out=r)
+            torch.stack([v @ w for v in block], out=s)
+            a = torch.softmax(s.mul_(r.add_(eps).rsqrt_()), dim=0)
             mixed = block[0] * a[0].unsqueeze(-1)
             for v, a_i in zip(block[1:], a[1:]):
                 mixed.addcmul_(v, a_i.unsqueeze(-1))

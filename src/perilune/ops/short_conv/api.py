@@ -27,7 +27,7 @@ def short_conv(
 ) -> tuple[Tensor, Tensor | None]:
     """A causal filter of W taps for each channel on its own, then SiLU; a cross-correlation, without bias.
 
-        u[t, d] = sum_j weight[d, j] x[t - (W-1) + j, d]          y = u sigmoid(u)        (Kimi Linear paper, section 4)
+        u[t, d] = sum_j weight[d, j] x[t - (W-1) + j, d]          y = u sigmoid(u)        (Kimi Linear paper)
 
     The last tap meets the current row.  Rows before a document's first are those of its initial state, or zero.
 

@@ -7,14 +7,19 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from perilune.ops.blocks import as_rows, row_blocks
+from perilune.ops.blocks import as_rows, only_few, row_blocks
+from perilune.ops.situ_glu import reference
 
 
 def situ_glu(gate: Tensor, up: Tensor, beta_gate: float, beta_up: float) -> Tensor:
+    if only_few(gate):
+        return reference.situ_glu(gate, up, beta_gate, beta_up)
     return SituGLU.apply(gate, up, beta_gate, beta_up)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    if only_few(gate):
+        return reference.swiglu(gate, up)
     return SwiGLU.apply(gate, up)
 
 
