@@ -68,7 +68,7 @@ class Backends:
             if reason := backend.refuses(*args, **kwargs):
                 raise BackendError(f"backend: {self.op} cannot run on {name!r}: {reason}; use backend='auto'")
             return backend.run
-        refusals = []
+        refusals: list[str] = []
         for backend in self._backends.values():
             reason = backend.refuses(*args, **kwargs)
             if reason is None:
