@@ -7,20 +7,17 @@ and with i, per key channel (the UT transform of the Kimi Linear paper, in an or
     X = (I + Diag(beta) A)^-1;   Y = V - (c * K) S;   U = X Diag(beta) Y
     O = (c * Q) S + P U;         S' = c_n * S + (c_n / c * K)^T U
 
-c_i / c_j spans orders of magnitude, so it is never formed as a quotient.  The lower triangle is halved again and again
-(`halvings`): in the block that joins the halves of 2b rows the ratio is the product from the middle to row i times
-that from row j to the middle.  Both are products of retentions, at most 1, and what underflows is truly that small: any
-decay is safe, with one exponential an element and matrix products only.  X comes from substitution, because a power
-series of A cancels when keys are alike.
+c_i / c_j spans orders of magnitude, so it is never formed as a quotient: `blocks` factors it, and P and A are matrix
+products block by block.  X comes from substitution, because a power series of A cancels when keys are alike.
 """
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from perilune.ops.kda.blocks import cover, sum_from_, sum_through_
 from perilune.ops.kda.layout import Layout, Part, lay_out
 from perilune.ops.kda.reference import working_dtype
 
@@ -41,7 +38,7 @@ def chunked(
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """KDA of whole sequences by chunks of `chunk` tokens, a power of two: the arguments and results of `recurrence`."""
-    return _Chunked.apply(q, k, v, g, beta, initial_state, scale, lay_out(q, cu, chunk))
+    return _Chunked.apply(q, k, v, g, beta, initial_state, scale, floor, lay_out(q, cu, chunk))
 
 
 class _Chunked(torch.autograd.Function):
@@ -57,6 +54,7 @@ class _Chunked(torch.autograd.Function):
         beta: Tensor,
         initial: Tensor | None,
         scale: float,
+        floor: float | None,
         layout: Layout,
     ) -> tuple[Tensor, Tensor]:
         dtype = working_dtype(q, k, v, g, beta, initial)
@@ -68,9 +66,9 @@ class _Chunked(torch.autograd.Function):
         kept = []
         for part in layout.parts:
             kept.append(state.clone())
-            part.pour(layout.view(o), forward_part(part, tokens, scale, state))
+            part.pour(layout.view(o), forward_part(part, tokens, scale, floor, state))
         ctx.save_for_backward(q, k, v, g, beta, *kept)
-        ctx.scale, ctx.layout, ctx.state_dtype = scale, layout, initial.dtype
+        ctx.scale, ctx.floor, ctx.layout, ctx.state_dtype = scale, floor, layout, initial.dtype
         return o, layout.unsort(state)
 
     @staticmethod
@@ -83,11 +81,11 @@ class _Chunked(torch.autograd.Function):
         do, dstate = layout.view(do), layout.sort(dfinal, dfinal.dtype)
         with torch.autocast(do.device.type, enabled=False):
             for part, state in zip(reversed(layout.parts), reversed(kept)):
-                rows = backward_part(part, tokens, ctx.scale, state.clone(), do, dstate)
+                rows = backward_part(part, tokens, ctx.scale, ctx.floor, state.clone(), do, dstate)
                 for x, grad in zip(dtokens, rows):
                     part.pour(x, grad)
         dinitial = layout.unsort(dstate).to(ctx.state_dtype) if ctx.needs_input_grad[5] else None
-        return *grads, dinitial, None, None
+        return *grads, dinitial, None, None, None
 
 
 class Tokens(NamedTuple):
@@ -104,43 +102,44 @@ class Tokens(NamedTuple):
         return cls(*(layout.view(x) for x in (q, k, v, g, beta[..., None])))
 
 
-def forward_part(part: Part, tokens: Tokens, scale: float, state: Tensor) -> Tensor:
+def forward_part(part: Part, tokens: Tokens, scale: float, floor: float | None, state: Tensor) -> Tensor:
     """O of a part's chunks, [R, C, V]; carries `state` [N * H, K, V] through them in place."""
-    c = prepare(part, tokens, scale, state.dtype)
+    c = prepare(part, tokens, scale, floor, state.dtype)
     _, u, entering = scan(c, state)
     return torch.bmm(c.qk_since[:, :, 0], entering).baddbmm_(c.pa[:, :, 0], u)
 
 
-def backward_part(part: Part, tokens: Tokens, scale: float, state: Tensor, do: Tensor, dstate: Tensor) -> Tokens:
+def backward_part(
+    part: Part, tokens: Tokens, scale: float, floor: float | None, state: Tensor, do: Tensor, dstate: Tensor
+) -> Tokens:
     """The gradients of a part's rows, [R, C, ...]; carries `dstate` [N * H, K, V] back in place.
 
     `state` entered the part and is overwritten.  Nothing is differentiated through the inverse: U = Z - L U gives
     the gradient of L = Diag(beta) A at once.
     """
-    c = prepare(part, tokens, scale, state.dtype)
+    c = prepare(part, tokens, scale, floor, state.dtype)
     y, u, entering = scan(c, state)
     out = y.new_empty(*y.shape[:2], 2, y.shape[2])  # gradients of O beside those of -Z, then of -Y
     part.fill(out[:, :, 0], do)
     dz, leaving = reverse_scan(c, out[:, :, 0], dstate)
-    dv = c.beta * dz
 
     torch.neg(dz, out=out[:, :, 1])
     dpa = torch.bmm(out.flatten(1, 2), u.mT).view_as(c.pa)  # of P beside that of L, then of A
     dp = dpa[:, :, 0].diagonal(dim1=1, dim2=2)[..., None]
     dbeta = (dz * y).sum(-1, keepdim=True).add_((dpa[:, :, 1] * c.pa[:, :, 1]).sum(-1, keepdim=True))
     dpa[:, :, 1] *= c.beta
-    torch.neg(dv, out=out[:, :, 1])
+    out[:, :, 1] *= c.beta
 
     rows = torch.bmm(out.flatten(1, 2), entering.mT).view_as(c.qk).mul_(c.since[:, :, None])
     end = torch.bmm(u, leaving.mT).mul_(c.until)
     cols = torch.zeros_like(end)
-    for b, since, until in halvings(c.retention, torch.ones_like(c.until)):
-        qk_half, k_half, since = second(c.qk, b), first(c.k, b), since[..., None, :]
-        block = lower_left(dpa, b).reshape(-1, 2 * b, b)
-        by_row = torch.bmm(block, (k_half * until).view(len(block), b, -1))
-        by_col = torch.bmm(block.mT, (qk_half * since).view(len(block), 2 * b, -1))
-        second(rows, b).addcmul_(by_row.view_as(qk_half), since)
-        first(cols, b).addcmul_(by_col.view_as(k_half), until)
+    for block in cover(c.retention, torch.ones_like(c.until), floor):
+        qk, k, to = block.rows(c.qk), block.cols(c.k), block.to[..., None, :]
+        pairs = block.cut(block.of(dpa)).reshape(-1, 2 * block.b, block.b)
+        by_row = torch.bmm(pairs, (k * block.since).view(len(pairs), block.b, -1))
+        by_col = torch.bmm(pairs.mT, (qk * to).view(len(pairs), 2 * block.b, -1))
+        block.rows(rows).addcmul_(by_row.view(qk.shape), to)
+        block.cols(cols).addcmul_(by_col.view(k.shape), block.since)
 
     # g_t takes part in what a row from t on reads of rows before t.  Reads within the chunk: sums from t on, in which
     # pairs beyond t cancel; writes that leave it: sums before t.  The diagonal of P carries no decay and stays out.
@@ -150,7 +149,7 @@ def backward_part(part: Part, tokens: Tokens, scale: float, state: Tensor, do: T
     dg[:, 1:] += sum_through_(c.k * end)[:, :-1]
     dk = cols.add_(end).add_(rows[:, :, 1]).addcmul_(dp, c.qk[:, :, 0])
     dq = rows[:, :, 0].addcmul_(dp, c.k).mul_(scale)
-    return Tokens(dq, dk, dv, dg, dbeta)
+    return Tokens(dq, dk, -out[:, :, 1], dg, dbeta)
 
 
 class Chunks(NamedTuple):
@@ -178,7 +177,7 @@ class Chunks(NamedTuple):
         return self.since[:, -1, :, None]
 
 
-def prepare(part: Part, tokens: Tokens, scale: float, dtype: torch.dtype) -> Chunks:
+def prepare(part: Part, tokens: Tokens, scale: float, floor: float | None, dtype: torch.dtype) -> Chunks:
     H, K, V = *tokens.q.shape[2:], tokens.v.shape[3]
     steps, C = part.steps(H), part.size
 
@@ -193,11 +192,12 @@ def prepare(part: Part, tokens: Tokens, scale: float, dtype: torch.dtype) -> Chu
     since, until = retention.exp_().clone(), torch.ones_like(retention)
 
     pa = qk.new_zeros(len(qk), C, 2, C)
-    for b, since_half, until_half in halvings(since, until):
-        row = second(qk, b) * since_half[..., None, :]
-        col = first(k, b) * until_half
-        block = torch.bmm(row.view(-1, 2 * b, K), col.view(-1, b, K).mT)
-        lower_left(pa, b).copy_(block.view(len(pa), -1, b, 2, b))
+    for block in cover(since, until, floor):
+        row = block.rows(qk) * block.to[..., None, :]
+        col = block.cols(k) * block.since
+        product = torch.bmm(row.view(-1, 2 * block.b, K), col.view(-1, block.b, K).mT)
+        target = block.of(pa)
+        target.copy_(block.cut(product.view(target.shape)))
     identity = torch.eye(C, dtype=dtype, device=pa.device).expand(len(pa), C, C)
     inverse = torch.linalg.solve_triangular(beta * pa[:, :, 1], identity, upper=False, unitriangular=True)
     pa[:, :, 0].diagonal(dim1=1, dim2=2).copy_((q * k).sum(-1))
@@ -239,60 +239,3 @@ def reverse_scan(c: Chunks, do: Tensor, dstate: Tensor) -> tuple[Tensor, Tensor]
         torch.bmm(solve, dus.baddbmm_(k_until, ds), out=dzs)
         ds.mul_(kept).add_(ins).baddbmm_(write, dzs, alpha=-1)
     return dz, leaving
-
-
-def halvings(since: Tensor, until: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """What is retained on the way to and from the middle of ever larger blocks of rows.
-
-    since: [R, C, K], the retentions; until: ones.  For b = 1, 2, .. C/2 yields (b, to, from), views [R, C/2b, b, K]
-    good until the next: of the second half of every 2b rows the product from the half's start through the row, of
-    the first half the product after the row to the half's end.  Leaves in `since` and `until` the same products over
-    all C rows.
-    """
-    b = 1
-    while b < since.shape[1]:
-        (since_first, since_second), until_first = halves(since, b), first(until, b)
-        yield b, since_second, until_first
-        until_first *= since_second[:, :, -1:]
-        since_second *= since_first[:, :, -1:]
-        b *= 2
-
-
-def halves(x: Tensor, b: int) -> tuple[Tensor, ...]:
-    """Of every 2b rows of x [R, C, ...] the first and the second half: views [R, C/2b, b, ...]."""
-    return x.unflatten(1, (-1, 2, b)).unbind(2)
-
-
-def first(x: Tensor, b: int) -> Tensor:
-    return x.unflatten(1, (-1, 2, b)).select(2, 0)
-
-
-def second(x: Tensor, b: int) -> Tensor:
-    return x.unflatten(1, (-1, 2, b)).select(2, 1)
-
-
-def lower_left(x: Tensor, b: int) -> Tensor:
-    """Where the second halves of every 2b rows meet the first halves as columns: a view [R, C/2b, b, 2, b] of
-    x [R, C, 2, C].
-    """
-    n = x.shape[1] // (2 * b)
-    return x.view(-1, n, 2, b, 2, n, 2, b)[:, :, 1, :, :, :, 0].diagonal(dim1=1, dim2=4).movedim(-1, 1)
-
-
-def sum_from_(x: Tensor) -> None:
-    """Sums over the rows from each to the last, in place and by halves: x [R, C, K]."""
-    b = 1
-    while b < x.shape[1]:
-        x_first, x_second = halves(x, b)
-        x_first += x_second[:, :, :1]
-        b *= 2
-
-
-def sum_through_(x: Tensor) -> Tensor:
-    """Sums over the rows from the first through each, in place and by halves: x [R, C, K]."""
-    b = 1
-    while b < x.shape[1]:
-        x_first, x_second = halves(x, b)
-        x_second += x_first[:, :, -1:]
-        b *= 2
-    return x
