@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from perilune.core.errors import ShapeError
 from perilune.ops import quantile_bias
-from perilune.ops.quantile_bias import bias_from_histogram, score_histogram
+from perilune.ops.quantile_bias import bias_from_histogram, rebin, score_histogram
 
 # Eight tokens, four experts, top 1, worked out by hand.
 SCORES = torch.tensor(
@@ -158,6 +158,25 @@ def test_histogram_is_within_a_bin_and_the_local_gap_of_exact():
     # Both are centred, so compare up to the mean of what each may be off.
     error = (binned - (exact - exact.mean())).abs()
     assert (error <= width + gap + (width + gap).mean()).all()
+
+
+def test_rebinning_keeps_every_count_where_it_was():
+    scores, old, new = torch.rand(5000, 6, dtype=torch.float64), 0.3 * torch.randn(6), 0.4 * torch.randn(6)
+    counts = score_histogram(scores, old, 2, 1000)
+    torch.testing.assert_close(rebin(counts, old, old), counts.double(), rtol=0, atol=1e-6)
+    moved = rebin(counts, old, new)
+    torch.testing.assert_close(moved.sum(-1), counts.sum(-1).double())
+    assert (moved > -1e-9).all()
+    # The same required biases give the same quantiles, read through either range, within a bin of each.
+    width = max((b.max() - b.min() + 2) / 1000 for b in (old, new))
+    error = bias_from_histogram(moved, new.double(), 2) - bias_from_histogram(counts, old.double(), 2)
+    assert error.abs().max() < 2 * width
+
+
+def test_rebinning_to_a_narrower_range_collects_the_rest_at_its_ends():
+    counts = torch.tensor([[4, 0, 0, 4], [0, 8, 0, 0]])
+    wide, narrow = torch.tensor([-1.0, 1.0]), torch.tensor([0.0, 0.0])  # bins of 1 over [-2, 2], of 1/2 over [-1, 1]
+    assert rebin(counts, wide, narrow).tolist() == [[4, 0, 0, 4], [4, 4, 0, 0]]
 
 
 @pytest.mark.parametrize("bins", [None, 1000])

@@ -15,7 +15,7 @@ from torch import Tensor
 from perilune.core.errors import CheckpointError, ConfigError, nearest
 from perilune.nn.load import LoadWindow
 from perilune.nn.precision import Float32Parameters
-from perilune.ops.quantile_bias import bias_from_histogram, quantile_bias, score_histogram
+from perilune.ops.quantile_bias import bias_from_histogram, quantile_bias, rebin, score_histogram
 
 
 class Balancer(Float32Parameters):
@@ -142,29 +142,58 @@ class Balancer(Float32Parameters):
 
 
 class QuantileBalancer(Balancer):
-    """Quantile Balancing (K3 report, 2.3.3): the bias under which the observed step would have been balanced.
+    """Quantile Balancing (K3 report, 2.3.3): the bias under which what was observed would have been balanced.
 
     No step size: b is overwritten, not nudged (see `quantile_bias`).  `bins` sets the histogram; None keeps all scores
-    of a step for the exact estimate, which no other rank can add to.  `ema` smooths the estimates b' over steps,
-    b~ = ema b~ + (1 - ema) b', for steps of few tokens.
+    of a step for the exact estimate, which no other rank can add to.
+
+    A step of few tokens from few documents says little about the next.  Two remedies; None turns one off, and with both
+    off this is the report's plain rule.
+
+    decay: pools steps.  Histograms add up as h = t decay h + (this step's), and the quantile of h is the estimate b':
+        about
+        1 / (1 - decay) steps speak, as one batch would.  The trust t = max(0, 1 - std(b' - b) / std(b')) forgets what
+        was counted with a bias now given up, so that a collapsed router is mended in one step.  Needs bins.
+    ema: the report's option.  Smooths the estimates, b~ = ema b~ + (1 - ema) b'.  A mean of quantiles is not the
+        quantile of the pool: where steps differ, it settles off balance.
+
+    Gini of the loads on a synthetic drifting router, 2,048 tokens of 4 documents a step, E=256 top-8 (E=64 top-4):
+
+        rule               one step        8 steps       50 steps
+        plain              0.47 (0.38)   0.17 (0.09)   0.13 (0.05)
+        ema=0.8            0.38 (0.31)   0.15 (0.10)   0.10 (0.05)
+        decay=0.85         0.36 (0.31)   0.11 (0.08)   0.03 (0.02)
+        SignBalancer 1e-2  0.37 (0.29)   0.13 (0.10)   0.06 (0.04)
     """
 
-    float32 = ("bias", "smoothed")
-    state_names = ("smoothed",)
+    float32 = ("bias", "smoothed", "pooled")
+    state_names = ("smoothed", "pooled")
 
     histogram: Tensor | None
     smoothed: Tensor | None
+    pooled: Tensor | None
 
-    def __init__(self, num_experts: int, top_k: int, bins: int | None = 1000, ema: float | None = None) -> None:
+    def __init__(
+        self,
+        num_experts: int,
+        top_k: int,
+        bins: int | None = 1000,
+        decay: float | None = 0.85,
+        ema: float | None = None,
+    ) -> None:
         super().__init__(num_experts, top_k)
         if bins is not None and bins < 1:
             raise ConfigError(f"bins: expected 1 or more, or None, got {bins}; 1000 serves well")
-        if ema is not None and not 0 <= ema < 1:
-            raise ConfigError(f"ema: expected at least 0 and below 1, got {ema}; 0.9 averages about ten steps")
-        self.bins, self.ema = bins, ema
+        for name, value in (("decay", decay), ("ema", ema)):
+            if value is not None and not 0 <= value < 1:
+                raise ConfigError(
+                    f"{name}: expected at least 0 and below 1, got {value}; 0.85 speaks for about seven steps"
+                )
+        self.bins, self.decay, self.ema = bins, decay, ema
         empty = None if bins is None else torch.zeros(num_experts, bins, dtype=torch.int64)
         self.register_buffer("histogram", empty, persistent=False)
         self.register_buffer("smoothed", None, persistent=False)
+        self.register_buffer("pooled", None, persistent=False)
         self._scores: list[Tensor] = []
 
     def statistics(self) -> list[Tensor]:
@@ -177,15 +206,17 @@ class QuantileBalancer(Balancer):
         self._scores.clear()
 
     def training_state(self) -> dict[str, Tensor]:
-        return {} if self.smoothed is None else {"smoothed": self.smoothed.clone()}
+        state = {"smoothed": self.smoothed, "pooled": self.pooled}
+        return {name: value.clone() for name, value in state.items() if value is not None}
 
     def load_training_state(self, state: dict[str, Tensor]) -> None:
         super().load_training_state(state)
-        smoothed = state.get("smoothed")
-        self.smoothed = None if smoothed is None else smoothed.to(self.bias).clone()
+        for name in self.state_names:
+            value = state.get(name)
+            setattr(self, name, None if value is None else value.to(self.bias.device, copy=True))
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, bins={self.bins}, ema={self.ema}"
+        return f"{super().extra_repr()}, bins={self.bins}, decay={self.decay}, ema={self.ema}"
 
     def _collect(self, scores: Tensor) -> None:
         if self.top_k == self.num_experts:  # every token takes every expert
@@ -198,14 +229,23 @@ class QuantileBalancer(Balancer):
     def _next_bias(self) -> Tensor:
         if self.top_k == self.num_experts:
             return self.bias
+        estimate = self._estimate()
+        if self.ema:
+            self.smoothed = estimate if self.smoothed is None else torch.lerp(estimate, self.smoothed, self.ema)
+            estimate = _centred(self.smoothed).to(self.bias.dtype)
+        if self.pooled is not None:
+            trust = (1 - (estimate - self.bias).std() / estimate.std()).nan_to_num(0).clamp(min=0)
+            self.pooled = rebin(self.pooled * trust, self.bias, estimate).to(self.bias.dtype)
+        return estimate
+
+    def _estimate(self) -> Tensor:
         if self.histogram is None:
-            estimate = quantile_bias(torch.cat(self._scores), self.bias, self.top_k)
-        else:
-            estimate = bias_from_histogram(self.histogram, self.bias, self.top_k)
-        if self.ema is None:
-            return estimate
-        self.smoothed = estimate if self.smoothed is None else torch.lerp(estimate, self.smoothed, self.ema)
-        return _centred(self.smoothed)
+            return quantile_bias(torch.cat(self._scores), self.bias, self.top_k)
+        if not self.decay:
+            return bias_from_histogram(self.histogram, self.bias, self.top_k)
+        step = self.histogram.to(self.bias.dtype)
+        self.pooled = step if self.pooled is None else self.decay * self.pooled + step
+        return bias_from_histogram(self.pooled, self.bias, self.top_k)
 
     def _buffers_to_sum(self) -> list[Tensor]:
         return [self.counts] if self.histogram is None else [self.counts, self.histogram]

@@ -30,22 +30,38 @@ def score_histogram(scores: Tensor, bias: Tensor, top_k: int, bins: int = 1000, 
 def bias_from_histogram(counts: Tensor, bias: Tensor, top_k: int) -> Tensor:
     """The mean-centred bias from pooled counts, linear inside a bin: `[E, bins], [E] -> [E]` in bias's dtype.
 
-    Counts without a token give the bias back as it was.  bias must be the one the counts were taken with.
+    Counts are integers, or weighted ones of any float dtype.  Counts without a token give the bias back as it was.
+    bias must be the one the counts were taken with.
     """
     E, bins = counts.shape
-    tokens = int(counts[0].sum())
+    tokens = counts[0].sum().item()
     if tokens == 0 or top_k == E:
         return bias.detach().clone()
     wide = bias.detach().double()
     low, width = _range(wide, bins)
     q = tokens * top_k / E
-    cumulative = counts.cumsum(-1)  # [E, bins]
-    at_least = torch.full((E, 1), -(-tokens * top_k // E), dtype=cumulative.dtype, device=counts.device)  # ceil(q)
-    bin_ = torch.searchsorted(cumulative, at_least)  # [E, 1], the first bin whose cumulative count reaches it
-    inside = counts.gather(-1, bin_)
+    cumulative = counts.double().cumsum(-1)  # [E, bins]
+    bin_ = torch.searchsorted(cumulative, cumulative.new_full((E, 1), q))  # the first whose cumulative count reaches q
+    inside = counts.double().gather(-1, bin_)
     before = cumulative.gather(-1, bin_) - inside
-    part = ((q - before.double()) / inside.double()).clamp(0, 1)
+    part = ((q - before) / inside).clamp(0, 1)
     return centred((low + (bin_ + part) * width).flatten()).to(bias.dtype)
+
+
+def rebin(counts: Tensor, bias: Tensor, new_bias: Tensor) -> Tensor:
+    """Counts taken with `bias`, spread over the bins that `new_bias` has: `[E, bins]` float64, the same row sums.
+
+    Counts are taken to lie evenly inside their bin; those beyond the new range go to its end bins.
+    """
+    bins = counts.shape[1]
+    low, width = _range(bias.detach().double(), bins)
+    new_low, new_width = _range(new_bias.detach().double(), bins)
+    below = torch.nn.functional.pad(counts.double().cumsum(-1), (1, 0))  # [E, bins + 1], counts below each edge
+    edges = new_low + new_width * torch.arange(1, bins, device=counts.device)  # the inner ones
+    position = ((edges - low) / width).clamp(0, bins)  # in the old bins
+    left = position.floor().clamp(max=bins - 1).long()
+    inner = torch.lerp(below[:, left], below[:, left + 1], position - left)
+    return torch.diff(torch.cat([below[:, :1], inner, below[:, -1:]], -1))
 
 
 def _range(bias: Tensor, bins: int) -> tuple[Tensor, Tensor]:
