@@ -78,7 +78,7 @@ class Balancer(Float32Parameters):
         if not _recomputing():
             with torch.no_grad():
                 self.counts += torch.bincount(ids.flatten(), minlength=self.num_experts)
-                self._collect(scores.detach())
+                self._collect(scores.detach(), ids)
         return self._loss(scores, ids)
 
     @torch.no_grad()
@@ -126,8 +126,8 @@ class Balancer(Float32Parameters):
 
     # What a rule defines.
 
-    def _collect(self, scores: Tensor) -> None:
-        """Adds these real tokens' scores `[m, E]` to the step's statistics."""
+    def _collect(self, scores: Tensor, ids: Tensor) -> None:
+        """Adds these real tokens' scores `[m, E]` and choices `[m, top_k]` to the step's statistics."""
 
     def _loss(self, scores: Tensor, ids: Tensor) -> Tensor | None:
         """A scalar for the loss; computed on recomputation too, which must build the same graph."""
@@ -150,10 +150,9 @@ class QuantileBalancer(Balancer):
     A step of few tokens from few documents says little about the next.  Two remedies; None turns one off, and with both
     off this is the report's plain rule.
 
-    decay: pools steps.  Histograms add up as h = t decay h + (this step's), and the quantile of h is the estimate b':
-        about
-        1 / (1 - decay) steps speak, as one batch would.  The trust t = max(0, 1 - std(b' - b) / std(b')) forgets what
-        was counted with a bias now given up, so that a collapsed router is mended in one step.  Needs bins.
+    decay: pools steps.  Histograms add up as h = t decay h + (this step's), and their quantile is the estimate b':
+        about 1 / (1 - decay) steps speak, as one batch would.  The trust t = max(0, 1 - std(b' - b) / std(b')) forgets
+        what was counted with a bias now given up, so that a collapsed router is mended at once.  Needs bins.
     ema: the report's option.  Smooths the estimates, b~ = ema b~ + (1 - ema) b'.  A mean of quantiles is not the
         quantile of the pool: where steps differ, it settles off balance.
 
@@ -218,13 +217,13 @@ class QuantileBalancer(Balancer):
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, bins={self.bins}, decay={self.decay}, ema={self.ema}"
 
-    def _collect(self, scores: Tensor) -> None:
+    def _collect(self, scores: Tensor, ids: Tensor) -> None:
         if self.top_k == self.num_experts:  # every token takes every expert
             return
         if self.histogram is None or self.bins is None:
             self._scores.append(scores)
         else:
-            self.histogram += score_histogram(scores, self.bias, self.top_k, self.bins)
+            self.histogram += score_histogram(scores, self.bias, self.top_k, self.bins, ids=ids)
 
     def _next_bias(self) -> Tensor:
         if self.top_k == self.num_experts:

@@ -1,16 +1,25 @@
 """The estimate from order statistics: every margin is kept, nothing is binned."""
 
+import torch
 from torch import Tensor
 
 
-def cutoffs(scores: Tensor, bias: Tensor, top_k: int) -> Tensor:
-    """The biased score that a token's (k+1)-th expert has, which a chosen one must exceed: `[M, E] -> [M, 1]`."""
-    return (scores + bias).topk(top_k + 1, dim=-1).values[:, -1:]
+def cutoffs(scores: Tensor, bias: Tensor, top_k: int, ids: Tensor | None = None) -> Tensor:
+    """The (k+1)-th largest biased score of each token, which an expert must exceed to be chosen: `[M, E] -> [M, 1]`.
+
+    ids `[M, top_k]`, if these are the largest as routing found them, save finding them again.
+    """
+    biased = scores + bias
+    if ids is not None:
+        rest = biased.scatter(-1, ids, -torch.inf).amax(-1, keepdim=True)
+        if (biased.gather(-1, ids) >= rest).all():  # not so where groups of experts were ruled out
+            return rest
+    return biased.topk(top_k + 1, dim=-1).values[:, -1:]
 
 
-def required_bias(scores: Tensor, bias: Tensor, top_k: int) -> Tensor:
+def required_bias(scores: Tensor, bias: Tensor, top_k: int, ids: Tensor | None = None) -> Tensor:
     """r_ij, the bias from which expert j is chosen by token i: its cutoff less the raw score, `[M, E]`."""
-    return cutoffs(scores, bias, top_k) - scores
+    return cutoffs(scores, bias, top_k, ids) - scores
 
 
 def bias_from_required(required: Tensor, top_k: int) -> Tensor:

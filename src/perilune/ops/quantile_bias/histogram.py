@@ -6,23 +6,31 @@ from torch import Tensor
 from perilune.ops.quantile_bias.exact import centred, required_bias
 
 
-def score_histogram(scores: Tensor, bias: Tensor, top_k: int, bins: int = 1000, mask: Tensor | None = None) -> Tensor:
+def score_histogram(
+    scores: Tensor,
+    bias: Tensor,
+    top_k: int,
+    bins: int = 1000,
+    mask: Tensor | None = None,
+    ids: Tensor | None = None,
+) -> Tensor:
     """How many tokens need which bias, for every expert: `[E, bins]` int64, each row summing to the real tokens.
 
     r_ij = cutoff_i - s_ij lies in [min b - 1, max b + 1], which is cut into `bins` equal parts.  The bias must stay the
     same for all histograms that are to be added.
 
     scores: `[M, E]` sigmoid scores.  bias: `[E]`, with which they were routed.  mask: `[M]` bool, True for real tokens.
+    ids: `[M, top_k]`, what routing chose, if at hand: it spares a search and changes no count.
     """
     scores, bias = scores.detach(), bias.detach()
     if mask is not None:
-        scores = scores[mask]
+        scores, ids = scores[mask], None if ids is None else ids[mask]
     E = bias.numel()
     dtype = torch.promote_types(torch.promote_types(scores.dtype, bias.dtype), torch.float32)
     scores, bias = scores.to(dtype), bias.to(dtype)
     low, width = _range(bias, bins)
     # In place: for all experts of all tokens this is the largest tensor of the router.
-    index = required_bias(scores, bias, top_k).sub_(low).div_(width).floor_().clamp_(0, bins - 1).long()
+    index = required_bias(scores, bias, top_k, ids).sub_(low).div_(width).floor_().clamp_(0, bins - 1).long()
     index += torch.arange(E, device=index.device) * bins
     return torch.bincount(index.flatten(), minlength=E * bins).view(E, bins)
 
@@ -40,9 +48,9 @@ def bias_from_histogram(counts: Tensor, bias: Tensor, top_k: int) -> Tensor:
     wide = bias.detach().double()
     low, width = _range(wide, bins)
     q = tokens * top_k / E
-    cumulative = counts.double().cumsum(-1)  # [E, bins]
+    cumulative = counts.cumsum(-1, dtype=torch.float64)  # [E, bins]
     bin_ = torch.searchsorted(cumulative, cumulative.new_full((E, 1), q))  # the first whose cumulative count reaches q
-    inside = counts.double().gather(-1, bin_)
+    inside = counts.gather(-1, bin_).double()
     before = cumulative.gather(-1, bin_) - inside
     part = ((q - before) / inside).clamp(0, 1)
     return centred((low + (bin_ + part) * width).flatten()).to(bias.dtype)
@@ -56,12 +64,14 @@ def rebin(counts: Tensor, bias: Tensor, new_bias: Tensor) -> Tensor:
     bins = counts.shape[1]
     low, width = _range(bias.detach().double(), bins)
     new_low, new_width = _range(new_bias.detach().double(), bins)
-    below = torch.nn.functional.pad(counts.double().cumsum(-1), (1, 0))  # [E, bins + 1], counts below each edge
+    below = counts.new_zeros(len(counts), bins + 1, dtype=torch.float64)  # [E, bins + 1], counts below each edge
+    torch.cumsum(counts, -1, dtype=torch.float64, out=below[:, 1:])
     edges = new_low + new_width * torch.arange(1, bins, device=counts.device)  # the inner ones
     position = ((edges - low) / width).clamp(0, bins)  # in the old bins
     left = position.floor().clamp(max=bins - 1).long()
-    inner = torch.lerp(below[:, left], below[:, left + 1], position - left)
-    return torch.diff(torch.cat([below[:, :1], inner, below[:, -1:]], -1))
+    moved = below.clone()
+    moved[:, 1:-1] = torch.lerp(below.index_select(1, left), below.index_select(1, left + 1), position - left)
+    return moved.diff(dim=-1)
 
 
 def _range(bias: Tensor, bins: int) -> tuple[Tensor, Tensor]:
