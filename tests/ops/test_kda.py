@@ -415,6 +415,14 @@ def test_packed_equals_separate(lengths: list[int], with_state: bool) -> None:
             assert torch.equal(got[7][n], dstate[n])
 
 
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+def test_no_documents_at_all(backend: str) -> None:
+    inputs = make("random", [], batch=1)
+    o, state = kda(*inputs[:5], cu_seqlens=[0], output_final_state=True, backend=backend)
+    assert o.shape == (1, 0, 2, 20)
+    assert state.shape == (0, 2, 12, 20)
+
+
 def test_a_document_does_not_see_the_others() -> None:
     inputs = [x.float() for x in make("ceiling", [20, 33, 40])]
     cu = torch.tensor([0, 20, 53, 93])

@@ -69,7 +69,7 @@ class _Chunked(torch.autograd.Function):
             part.pour(layout.view(o), forward_part(part, tokens, scale, floor, state))
         ctx.save_for_backward(q, k, v, g, beta, *kept)
         ctx.scale, ctx.floor, ctx.layout, ctx.state_dtype = scale, floor, layout, initial.dtype
-        return o, layout.unsort(state)
+        return o, layout.unsort(state, q.shape[2])
 
     @staticmethod
     @once_differentiable
@@ -84,7 +84,7 @@ class _Chunked(torch.autograd.Function):
                 rows = backward_part(part, tokens, ctx.scale, ctx.floor, state.clone(), do, dstate)
                 for x, grad in zip(dtokens, rows):
                     part.pour(x, grad)
-        dinitial = layout.unsort(dstate).to(ctx.state_dtype) if ctx.needs_input_grad[5] else None
+        dinitial = layout.unsort(dstate, do.shape[2]).to(ctx.state_dtype) if ctx.needs_input_grad[5] else None
         return *grads, dinitial, None, None, None
 
 
@@ -178,13 +178,14 @@ class Chunks(NamedTuple):
 
 
 def prepare(part: Part, tokens: Tokens, scale: float, floor: float | None, dtype: torch.dtype) -> Chunks:
+    """All that needs no state, for every chunk of a part at once."""
     H, K, V = *tokens.q.shape[2:], tokens.v.shape[3]
     steps, C = part.steps(H), part.size
 
-    def rows(*widths: int) -> Tensor:
+    def new(*widths: int) -> Tensor:
         return torch.empty(sum(steps), C, *widths, dtype=dtype, device=tokens.q.device)
 
-    qk, v, retention, beta = rows(2, K), rows(V), rows(K), rows(1)
+    qk, v, retention, beta = new(2, K), new(V), new(K), new(1)
     q, k = qk.unbind(2)
     for x, filled in zip(tokens, (q, k, v, retention, beta)):
         part.fill(filled, x)
