@@ -227,6 +227,8 @@ def test_bias_stays_float32_under_every_cast(any_balancer):
     loaded = copy.deepcopy(any_balancer)
     loaded.load_state_dict(any_balancer.state_dict())
     assert torch.equal(loaded.bias, values)
+    loaded.load_state_dict({"bias": values.bfloat16()}, assign=True)
+    assert loaded.bias.dtype == torch.float32
     step(any_balancer, scores_of(50))
     assert any_balancer.bias.dtype == torch.float32
     assert any_balancer.double().bias.dtype == torch.float64
