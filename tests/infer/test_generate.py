@@ -130,6 +130,7 @@ class Pieces:
     def __init__(self, *pieces):
         self.pieces = pieces
         self.eos_id = len(pieces)
+        self.vocab_size = len(pieces) + 1
 
     def encode(self, text):
         return []
@@ -203,3 +204,12 @@ def test_text_of_a_real_model_is_its_greedy_tokens():
     got = "".join(stream_text(k3, tokenizer, "moon", 20, sampling=GREEDY))
     assert got == tokenizer.decode(tokens)
     assert tokens
+
+
+def test_only_tokens_of_the_tokenizer_are_drawn():
+    """A model may have more rows than its tokenizer has tokens: padded, or trained on little text."""
+    scripted, tokenizer = Scripted(vocab=1000), Pieces(b"a", b"b")
+    text = "".join(stream_text(scripted, tokenizer, "", 200, sampling=Sampling(), seed=0))
+    assert set(text) <= {"a", "b"}
+    tokens = list(stream(scripted, ids(1, 3), 50, sampling=Sampling(), seed=0))
+    assert max(int(token) for token in tokens) > 2

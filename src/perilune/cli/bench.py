@@ -3,14 +3,19 @@
 import argparse
 from pathlib import Path
 
+from perilune.cli.numbers import at_least
+from perilune.core.errors import ConfigError
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("names", nargs="*", help="which; all if none is named")
+    parser.add_argument("names", nargs="*", default=[], help="which; all if none is named")
     parser.add_argument("--json", type=Path, default=None, help="also write the figures to this file")
-    parser.add_argument("--threads", type=int, default=None, help="CPU threads (all cores)")
+    parser.add_argument("--threads", type=at_least(1), default=None, help="CPU threads (all cores)")
 
 
 def run(args: argparse.Namespace) -> int:
     from perilune.bench.runner import main
 
+    if args.json is not None and (args.json.is_dir() or not args.json.parent.is_dir()):
+        raise ConfigError(f"--json: expected a file in a folder that exists, got {args.json}; make the folder first")
     return main(args.names, json_path=args.json, threads=args.threads)

@@ -3,12 +3,14 @@
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from perilune import __version__
 from perilune.core.errors import PeriluneError, nearest
+from perilune.core.logs import show_logs
 
 VERBS = {  # verb: its one line of help; each is a module beside this one
     "train": "train a recipe; a run folder keeps everything it made",
@@ -21,7 +23,10 @@ VERBS = {  # verb: its one line of help; each is a module beside this one
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose complaints are one line."""
+    """A parser whose complaints are one line, and that takes no shortened options for the whole ones."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
@@ -35,7 +40,6 @@ def parser_for(verb: str | None) -> argparse.ArgumentParser:
             usage="perilune VERB ...",
             description="Build, train and run K3-class models.",
             epilog="perilune VERB --help says more about one of them.",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         parser.add_argument("--version", action="version", version=f"perilune {__version__}")
         verbs = parser.add_argument_group("verbs")
@@ -43,19 +47,26 @@ def parser_for(verb: str | None) -> argparse.ArgumentParser:
             verbs.add_argument(name, help=line, nargs="?")
         return parser
     module = import_module(f"perilune.cli.{verb}")
-    parser = Parser(
-        prog=f"perilune {verb}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog=f"perilune {verb}", description=module.__doc__)
     module.add_arguments(parser)
-    parser.add_argument("--debug", action="store_true", help="show the full trace of an error")
+    parser.add_argument("--debug", action="store_true", help="show what is decided, and the trace of an error")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code: 0 done, 1 a check failed, 2 the call was wrong, 130 interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in words
     verb = next((word for word in words if not word.startswith("-")), None)
+    if verb is not None:
+        words.remove(verb)
+    try:
+        return run(verb, words)
+    except SystemExit as stop:  # what argparse ends with
+        return int(stop.code or 0)
+
+
+def run(verb: str | None, words: list[str]) -> int:
+    """Runs `verb` with the rest of the line, and puts into one line what went wrong."""
     if verb is None:
         parser_for(None).parse_args(words)
         parser_for(None).print_help()
@@ -63,22 +74,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb not in VERBS:
         print(f"perilune: there is no verb {verb!r}; {nearest(verb, VERBS)}", file=sys.stderr)
         return 2
-    words.remove(verb)
     args = parser_for(verb).parse_intermixed_args(words)
+    if args.debug:
+        show_logs(debug=True)
     try:
-        return import_module(f"perilune.cli.{verb}").run(args)
-    except PeriluneError as error:
-        if debug:
-            raise
-        print(f"perilune {verb}: {error}", file=sys.stderr)
-        return 2
+        code = import_module(f"perilune.cli.{verb}").run(args)
+        print(end="", flush=True)  # what cannot be written is an error here, not at exit
+        return code
     except KeyboardInterrupt:
         print(f"perilune {verb}: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output went away
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader of our output has seen enough
         return 0
+    except (PeriluneError, OSError) as error:
+        if args.debug:
+            traceback.print_exc()
+        else:
+            print(f"perilune {verb}: {one_line(error)}", file=sys.stderr)
+        return 2
+
+
+def one_line(error: Exception) -> str:
+    """What went wrong; of the system's errors (`disk full`) with the file it is about."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return " ".join(str(error).split())
 
 
 def entry() -> NoReturn:
-    sys.exit(main())
+    """The installed command."""
+    code = main()
+    try:
+        print(end="", flush=True)
+    except OSError:  # said above; Python would say it again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)

@@ -34,12 +34,17 @@ def watching(console: Console, trainer: "Trainer") -> Iterator[Callable[["Progre
     loss, speed = Smoothed(), Smoothed()
 
     def describe(progress: "Progress") -> str:
-        loss.add(progress.loss)
+        loss.add(progress.losses["next_token"])
         speed.add(progress.stage.batch_tokens / progress.seconds)
         return f"stage {progress.stage.name}  loss {loss.value:.3f}  {speed.value:,.0f} tokens/s"
 
     if console.is_terminal:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        )
         with Bar(*columns, console=console) as bar:
             task = bar.add_task("starting", total=trainer.steps, completed=trainer.steps_done)
             yield lambda progress: bar.update(task, completed=progress.step, description=describe(progress))
@@ -52,6 +57,6 @@ def watching(console: Console, trainer: "Trainer") -> Iterator[Callable[["Progre
         if now - last >= LINE_SECONDS or progress.step == progress.steps:
             last = now
             left = (now - start) / progress.step * (progress.steps - progress.step)
-            console.print(f"step {progress.step}/{progress.steps}  {text}  {left / 60:.1f} min left")
+            console.print(f"step {progress.step}/{progress.steps}  {text}  {left / 60:.1f} min left", markup=False)
 
     yield line

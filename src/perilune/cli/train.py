@@ -6,6 +6,14 @@ perilune train nano seed=1 stages.0.tokens=200000 --out runs/short
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from perilune.cli.numbers import human
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from perilune.train.loop import Trainer
 
 PROMPTS = ("def ", "class ", "import ")
 
@@ -14,7 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from perilune.recipes import RECIPES
 
     parser.add_argument("recipe", help=", ".join(RECIPES))
-    parser.add_argument("changes", nargs="*", metavar="key=value", help="changes to the recipe, dotted where nested")
+    parser.add_argument(
+        "changes", nargs="*", default=[], metavar="key=value", help="changes to the recipe, dotted where nested"
+    )
     parser.add_argument("--out", type=Path, default=None, help="the run's folder (runs/RECIPE)")
     parser.add_argument("--overwrite", action="store_true", help="replace the run that is there")
     parser.add_argument("--print", action="store_true", dest="show", help="print the resolved recipe and stop")
@@ -29,24 +39,21 @@ def run(args: argparse.Namespace) -> int:
 
         print(json.dumps(recipe.to_dict(), indent=2))
         return 0
-    folder = args.out or Path("runs") / args.recipe
 
     from rich.console import Console
 
     from perilune.cli.progress import watching
-    from perilune.train.loop import Trainer, start_folder, write_json
+    from perilune.train.folder import check_folder, start_folder, write_json
+    from perilune.train.loop import Trainer
     from perilune.train.metrics import Metrics
 
+    folder = args.out or Path("runs") / args.recipe
+    check_folder(folder, args.overwrite)
     console = Console()
-    start_folder(folder, recipe, args.overwrite)
     with console.status("reading the corpus, training the tokenizer"):
         trainer = Trainer(recipe)
-    corpus = trainer.corpus
-    console.print(
-        f"{corpus.train_bytes / 1e6:.1f} MB to learn from in {len(corpus.train):,} files, "
-        f"{corpus.held_out_bytes / 1e6:.2f} MB held out in {len(corpus.held_out)}; "
-        f"{sum(p.numel() for p in trainer.model.parameters()) / 1e6:.2f}M parameters"
-    )
+    start_folder(folder, recipe, args.overwrite)
+    show_start(trainer, console)
     with Metrics(folder / "metrics.jsonl") as metrics, watching(console, trainer) as watch:
         trainer.train(metrics, watch)
     trainer.save(folder / "model")
@@ -59,25 +66,39 @@ def run(args: argparse.Namespace) -> int:
         f'  perilune generate {folder} --prompt "def "\n'
         f"  perilune eval {folder}\n"
         f"  perilune train {args.recipe} seed=1 --out {folder}-seed1\n"
-        f"  perilune plan k3"
+        f"  perilune plan k3",
+        markup=False,
+        soft_wrap=True,
     )
     return 0
 
 
-def judge(trainer, console) -> dict:  # type: ignore[no-untyped-def]
+def show_start(trainer: "Trainer", console: "Console") -> None:
+    """What is learned from, and how large the model is."""
+    corpus = trainer.corpus
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    console.print(
+        f"{human(corpus.train_bytes)} bytes to learn from in {len(corpus.train):,} files, "
+        f"{human(corpus.held_out_bytes)} held out in {len(corpus.held_out):,}; "
+        f"{trainer.tokenizer.vocab_size:,} tokens in the vocabulary; {human(parameters)} parameters"
+    )
+    if corpus.skipped:
+        console.print(f"{len(corpus.skipped):,} files skipped, such as {corpus.skipped[0]}", markup=False)
+
+
+def judge(trainer: "Trainer", console: "Console") -> dict[str, Any]:
     """Held-out bits per byte of the model and of what needs no model, and the experts' load."""
+    from perilune.data.corpus import total_text
     from perilune.train.baselines import compressors
     from perilune.train.evaluate import bits_per_byte
 
-    held_out = [d.text for d in trainer.corpus.held_out]
+    corpus = trainer.corpus
     context = trainer.run.stages[-1].context
     with console.status("scoring the held-out text"):
-        bits = {"perilune": bits_per_byte(trainer.model, trainer.tokenizer, held_out, context=context)}
+        texts = [document.text for document in corpus.held_out]
+        bits = {"perilune": bits_per_byte(trainer.model, trainer.tokenizer, texts, context=context)}
     with console.status("the same text through gzip, xz and a Kneser-Ney model"):
-        train_text, test_text = (
-            "".join(d.text for d in part).encode() for part in (trainer.corpus.train, trainer.corpus.held_out)
-        )
-        bits |= compressors(train_text, test_text)
+        bits |= compressors(total_text(corpus.train), total_text(corpus.held_out))
     return {
         "bits_per_byte": bits,
         "expert_load": trainer.expert_load(),
@@ -86,7 +107,8 @@ def judge(trainer, console) -> dict:  # type: ignore[no-untyped-def]
     }
 
 
-def show_result(result: dict, console) -> None:  # type: ignore[no-untyped-def, type-arg]
+def show_result(result: dict[str, Any], console: "Console") -> None:
+    """The table of bits per byte, best first, and a line on the experts."""
     from rich.table import Table
 
     table = Table(title="held-out text")
@@ -102,7 +124,8 @@ def show_result(result: dict, console) -> None:  # type: ignore[no-untyped-def, 
     )
 
 
-def show_samples(trainer, console) -> None:  # type: ignore[no-untyped-def]
+def show_samples(trainer: "Trainer", console: "Console") -> None:
+    """How the model continues a few prompts."""
     from rich.panel import Panel
     from rich.text import Text
 
@@ -111,7 +134,5 @@ def show_samples(trainer, console) -> None:  # type: ignore[no-untyped-def]
 
     sampling = Sampling(temperature=0.7, top_p=0.95)
     for seed, prompt in enumerate(PROMPTS):
-        text = prompt + "".join(
-            stream_text(trainer.model, trainer.tokenizer, prompt, 120, sampling=sampling, seed=seed)
-        )
-        console.print(Panel(Text(text), title=f"continues {prompt!r}", title_align="left"))
+        pieces = stream_text(trainer.model, trainer.tokenizer, prompt, 120, sampling=sampling, seed=seed)
+        console.print(Panel(Text(prompt + "".join(pieces)), title=f"continues {prompt!r}", title_align="left"))

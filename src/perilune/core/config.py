@@ -41,51 +41,68 @@ class Config:
             key, equals, value = text.partition("=")
             if not equals:
                 raise ConfigError(f"{text}: expected key=value, got no '='; write for example {text}=1")
-            _assign(values, key.split("."), _parse(value), key)
+            _assign(values, key, value)
         return type(self).from_dict(values)
 
 
-def _parse(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return {"True": True, "False": False, "None": None}.get(text, text)
+def require(holds: bool, name: str, expected: str, got: Any, advice: str) -> None:
+    """Raises ConfigError about `name` unless it `holds`: how a configuration checks itself."""
+    if not holds:
+        raise ConfigError(f"{name}: expected {expected}, got {got}; {advice}")
 
 
-def _assign(values: Any, path: list[str], value: Any, key: str) -> None:
+def _assign(values: Any, key: str, text: str) -> None:
+    """Puts what `text` means at the dotted `key` of nested dicts and lists."""
+    *path, last = key.split(".")
     for i, part in enumerate(path):
-        last = i == len(path) - 1
-        if isinstance(values, list):
-            if not part.isdigit() or int(part) >= len(values):
-                raise ConfigError(
-                    f"{key}: expected an index from 0 to {len(values) - 1}, got {part!r}; there is no such item"
-                )
-            index: Any = int(part)
-        elif isinstance(values, dict):
-            if part not in values:
-                raise ConfigError(f"{key}: unknown key {part!r}; {nearest(part, values)}")
-            index = part
-        else:
-            raise ConfigError(f"{key}: {'.'.join(path[:i])} has no parts; assign to it as a whole")
-        if last:
-            values[index] = value
-        else:
-            values = values[index]
+        values = values[_index(values, part, key, path[:i])]
+    index = _index(values, last, key, path)
+    values[index] = _parse(text, instead_of=values[index])
+
+
+def _index(values: Any, part: str, key: str, path: list[str]) -> Any:
+    """`part` as a key of the dict or an index of the list `values`, which is found at `path`."""
+    if isinstance(values, list):
+        if not part.isdecimal() or int(part) >= len(values):
+            raise ConfigError(f"{key}: expected an index below {len(values)}, got {part!r}; there is no such item")
+        return int(part)
+    if not isinstance(values, dict) or not values:
+        raise ConfigError(f"{key}: {'.'.join(path)} has no parts; assign to it as a whole")
+    if part not in values:
+        raise ConfigError(f"{key}: unknown key {part!r}; {nearest(part, values)}")
+    return part
+
+
+def _parse(text: str, instead_of: Any) -> Any:
+    """The value `text` spells; where it replaces text, `512` and `true` are text too."""
+    try:
+        value = json.loads(text)
+    except (json.JSONDecodeError, RecursionError):
+        value = {"True": True, "False": False, "None": None}.get(text, text)
+    return text if isinstance(instead_of, str) and not isinstance(value, str) else value
 
 
 def _build(cls: type, values: Any, where: str) -> Any:
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{where or cls.__name__}: expected an object, got {values!r}; write key: value pairs")
+        what = where.removesuffix(".") or cls.__name__
+        raise ConfigError(f"{what}: expected an object, got {values!r}; write key: value pairs")
     types_of = typing.get_type_hints(cls)
-    known = {f.name for f in dataclasses.fields(cls) if f.init}
+    known = {field.name: field for field in dataclasses.fields(cls) if field.init}
     for key in values:
         if key not in known:
             raise ConfigError(f"{where}{key}: unknown key for {cls.__name__}; {nearest(str(key), known)}")
-    fields = {key: _convert(types_of[key], value, f"{where}{key}") for key, value in values.items()}
+    missing = [name for name, field in known.items() if name not in values and _is_required(field)]
+    if missing:
+        raise ConfigError(f"{where}{missing[0]}: expected a value, got none ({len(missing)} missing); give one")
+    converted = {key: _convert(types_of[key], value, f"{where}{key}") for key, value in values.items()}
     try:
-        return cls(**fields)
-    except TypeError as error:  # a required field is missing
-        raise ConfigError(f"{where or cls.__name__}: {error}".replace("__init__() ", "")) from None
+        return cls(**converted)
+    except ConfigError as error:  # the class knows its own key, not the way to it
+        raise ConfigError(f"{where}{error}") from None
+
+
+def _is_required(field: "dataclasses.Field[Any]") -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:
@@ -94,35 +111,47 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if hint is Any:
         return value
     if origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in args:
-            return None
-        rest = [a for a in args if a is not type(None)]
-        for option in rest:
-            try:
-                return _convert(option, value, where)
-            except ConfigError:
-                if option is rest[-1]:
-                    raise
+        return _convert_union(args, value, where)
     if origin is typing.Literal:
-        if value not in args:
-            raise ConfigError(
-                f"{where}: expected one of {', '.join(map(repr, args))}, got {value!r}; choose one of them"
-            )
+        require(value in args, where, f"one of {', '.join(map(repr, args))}", repr(value), "choose one of them")
         return value
     if origin in (tuple, list):
-        if not isinstance(value, (list, tuple)):
-            raise ConfigError(f"{where}: expected a list, got {value!r}; write [a, b, ...]")
-        if origin is tuple and not (len(args) == 2 and args[1] is Ellipsis):
-            if len(args) != len(value):
-                raise ConfigError(f"{where}: expected {len(args)} items, got {len(value)}; give exactly {len(args)}")
-            return tuple(_convert(a, v, f"{where}.{i}") for i, (a, v) in enumerate(zip(args, value)))
-        return origin(_convert(args[0], v, f"{where}.{i}") for i, v in enumerate(value))
+        return _convert_list(origin, args, value, where)
     if origin is dict:
+        require(isinstance(value, Mapping), where, "an object", repr(value), "write key: value pairs")
         return {k: _convert(args[1], v, f"{where}.{k}") for k, v in value.items()}
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return value if isinstance(value, hint) else _build(hint, value, where + ".")
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        raise ConfigError(f"{where}: expected {hint.__name__}, got {value!r}; give a value of that type")
+    fits = isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool)
+    require(fits, where, hint.__name__, repr(value), "give a value of that type")
     return value
+
+
+def _convert_union(options: tuple[Any, ...], value: Any, where: str) -> Any:
+    """`value` as the first of the types that takes it; None where the union allows it."""
+    if value is None and type(None) in options:
+        return None
+    options = tuple(option for option in options if option is not type(None))
+    if len(options) == 1:  # X | None: what is wrong with an X says more
+        return _convert(options[0], value, where)
+    for option in options:
+        try:
+            return _convert(option, value, where)
+        except ConfigError:
+            continue
+    raise ConfigError(f"{where}: expected {' or '.join(map(_spell, options))}, got {value!r}; choose one of them")
+
+
+def _spell(hint: Any) -> str:
+    return " or ".join(map(repr, typing.get_args(hint))) or hint.__name__
+
+
+def _convert_list(kind: Any, args: tuple[Any, ...], value: Any, where: str) -> Any:
+    """A list of any length (`list[X]`, `tuple[X, ...]`), or a tuple with a type for every place."""
+    require(isinstance(value, (list, tuple)), where, "a list", repr(value), "write [a, b, ...]")
+    if kind is tuple and args[-1] is not Ellipsis:
+        require(len(args) == len(value), where, f"{len(args)} items", len(value), f"give exactly {len(args)}")
+        return tuple(_convert(a, v, f"{where}.{i}") for i, (a, v) in enumerate(zip(args, value)))
+    return kind(_convert(args[0], v, f"{where}.{i}") for i, v in enumerate(value))

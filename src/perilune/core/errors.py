@@ -36,4 +36,4 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """A hint for an unknown name: `do you mean 'x'?`, or the list of what there is."""
     known = sorted(known)
     close = get_close_matches(name, known, n=1)
-    return f"do you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
+    return f"do you mean {close[0]!r}?" if close else f"there are {', '.join(known) or 'none'}"

@@ -27,7 +27,8 @@ def stream_text(
     device = next(model.parameters()).device
     ids = torch.tensor([[tokenizer.eos_id, *tokenizer.encode(prompt)]], device=device)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")  # holds back bytes until a character is whole
-    for token in stream(model, ids, max_new_tokens, sampling=sampling, seed=seed):
+    known = tokenizer.vocab_size
+    for token in stream(model, ids, max_new_tokens, sampling=sampling, seed=seed, vocab_size=known):
         if int(token) == tokenizer.eos_id:
             break
         if piece := decoder.decode(tokenizer.decode_bytes([int(token)])):

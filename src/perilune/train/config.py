@@ -1,9 +1,9 @@
 """A whole training run as data.  Imports without torch: recipes return these."""
 
+import math
 from dataclasses import dataclass, field
 
-from perilune.core.config import Config
-from perilune.core.errors import ConfigError
+from perilune.core.config import Config, require
 from perilune.models.k3.config import K3Config
 from perilune.optim.schedule import LearningRateStage, Schedule
 
@@ -17,7 +17,10 @@ class DataConfig(Config):
     pattern: str = "*.txt"
     """Which files of a folder."""
     vocab_size: int = 2048
-    """Of the byte-level BPE trained on the training text."""
+    """Of the byte-level BPE trained on the training text; where little text gives fewer tokens, that many."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, 257, "vocab_size", advice="256 bytes and the end of a text")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,16 +42,19 @@ class Stage(Config):
     """Share of the stage's tokens spent warming up."""
 
     def __post_init__(self) -> None:
-        for name in ("context", "batch_tokens", "tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(
-                    f"{self.name}.{name}: expected at least 1, got {getattr(self, name)}; give a length in tokens"
-                )
-        if self.context > self.batch_tokens:
-            raise ConfigError(
-                f"{self.name}.context: expected at most batch_tokens ({self.batch_tokens}), got {self.context}; "
-                "a step holds at least one whole context"
-            )
+        _at_least(self, 1, "context", "batch_tokens", "tokens", advice="give a length in tokens")
+        require(
+            self.context <= self.batch_tokens,
+            "context",
+            f"at most batch_tokens ({self.batch_tokens})",
+            self.context,
+            "a step holds at least one whole context",
+        )
+        require(0 < self.lr < math.inf, "lr", "a finite rate above 0", self.lr, "1e-2 suits Muon")
+        require(
+            0 <= self.lr_end < math.inf, "lr_end", "a finite rate of at least 0", self.lr_end, "a tenth of lr is usual"
+        )
+        require(0 <= self.warmup < 1, "warmup", "a share of the stage in [0, 1)", self.warmup, "write 0.01 for 1 %")
 
     @property
     def steps(self) -> int:
@@ -68,6 +74,15 @@ class OptimizerConfig(Config):
     qk_clip_every: int = 25
     """Steps between two looks at the logits."""
 
+    def __post_init__(self) -> None:
+        require(0 <= self.momentum < 1, "momentum", "a decay in [0, 1)", self.momentum, "0 turns it off")
+        for name in ("weight_decay", "adamw_lr"):
+            value = getattr(self, name) or 0.0
+            require(0 <= value < math.inf, name, "a finite number of at least 0", value, "0 turns it off")
+        clip = self.qk_clip
+        require(clip is None or clip > 0, "qk_clip", "a logit above 0, or null", clip, "the K2 report uses 100")
+        _at_least(self, 1, "qk_clip_every", advice="1 looks at every step")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Config):
@@ -82,13 +97,16 @@ class Run(Config):
     """Steps over which expert loads are summed before their Gini is taken."""
 
     def __post_init__(self) -> None:
-        if not self.stages:
-            raise ConfigError("stages: expected at least one, got none; add a Stage")
-        if self.data.vocab_size > self.model.vocab_size:
-            raise ConfigError(
-                f"data.vocab_size: expected at most the model's {self.model.vocab_size}, got {self.data.vocab_size}; "
-                "raise model.vocab_size"
-            )
+        require(bool(self.stages), "stages", "at least one", "none", "add a Stage")
+        require(0 <= self.seed < 2**63, "seed", "a number from 0 to below 2^63", self.seed, "any will do")
+        _at_least(self, 1, "load_window", advice="50 steps serve well")
+        require(
+            self.data.vocab_size <= self.model.vocab_size,
+            "data.vocab_size",
+            f"at most the model's {self.model.vocab_size}",
+            self.data.vocab_size,
+            "raise model.vocab_size",
+        )
 
     @property
     def schedule(self) -> Schedule:
@@ -99,3 +117,9 @@ class Run(Config):
                 for s in self.stages
             )
         )
+
+
+def _at_least(config: Config, least: int, *names: str, advice: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        require(value >= least, name, f"at least {least}", value, advice)

@@ -1,13 +1,13 @@
 """The training loop."""
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from perilune.core.errors import DataError, PeriluneError
 from perilune.data.corpus import Corpus, standard_library, text_folder
@@ -19,12 +19,14 @@ from perilune.optim import PerHeadMuon, qk_clip_
 from perilune.train.config import DataConfig, Run, Stage
 from perilune.train.metrics import Metrics
 
+SMALLEST_TEXT = 1000  # bytes; less than this is a mistake
+
 
 class Diverged(PeriluneError):
-    """The loss is no number any more."""
+    """The loss, or its gradient, is no number any more."""
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class Progress:
     """What a watcher is told after every step."""
 
@@ -33,8 +35,8 @@ class Progress:
     steps: int
     tokens: int
     """Tokens trained on so far."""
-    loss: float
-    """Next-token loss of the step, nats a token."""
+    losses: dict[str, float]
+    """The step's, by name; `next_token` in nats a token."""
     lr: float
     seconds: float
     """Time the step took."""
@@ -75,45 +77,50 @@ class Trainer:
         return sum(stage.steps for stage in self.run.stages)
 
     def train(self, metrics: Metrics, watch: Callable[[Progress], None] = lambda progress: None) -> None:
-        """All stages, from where the run stands."""
+        """All stages, one after the other; every step leaves a line in `metrics`, then `watch` is told."""
         for stage in self.run.stages:
             self.batches.resize(stage.batch_tokens, stage.context)
             for _ in range(stage.steps):
                 start = time.perf_counter()
                 losses = self.step(self.batches.next())
-                seconds = time.perf_counter() - start
-                lr = self.optimizer.param_groups[0]["lr"]
                 progress = Progress(
-                    stage, self.steps_done, self.steps, self.tokens_done, losses["next_token"], lr, seconds
-                )
-                metrics.write(
+                    stage=stage,
                     step=self.steps_done,
-                    stage=stage.name,
+                    steps=self.steps,
                     tokens=self.tokens_done,
-                    lr=lr,
-                    seconds=round(seconds, 4),
-                    losses={name: round(value, 5) for name, value in losses.items()},
-                    gini=round(self.expert_load()["gini"], 4),
+                    losses=losses,
+                    lr=self.optimizer.param_groups[0]["lr"],
+                    seconds=time.perf_counter() - start,
                 )
+                self._record(progress, metrics)
                 watch(progress)
 
+    def _record(self, progress: Progress, metrics: Metrics) -> None:
+        metrics.write(
+            step=progress.step,
+            stage=progress.stage.name,
+            tokens=progress.tokens,
+            lr=progress.lr,
+            seconds=round(progress.seconds, 4),
+            losses={name: round(value, 5) for name, value in progress.losses.items()},
+            gini=round(self.expert_load()["gini"], 4),
+        )
+
     def step(self, batch: Batch) -> dict[str, float]:
-        """One optimizer step; returns the losses' parts.  A loss of NaN raises Diverged and leaves the model alone."""
+        """One optimizer step; returns the losses' parts.
+
+        Raises Diverged where the loss or its gradient is no number, and leaves model and optimizer as they were.
+        """
+        tokens = self.tokens_done + batch.input_ids.numel()
+        self._set_lr(self.schedule.lr(tokens))  # the rate at the step's end: at its beginning the first would be 0
         clipping = self._clipping()
         for attention in self.attentions.values():
             attention.track_max_logits = clipping
-        self._set_lr(self.schedule.lr(self.tokens_done))
         self.model.train()
         output = self.model(batch.input_ids, cu_seqlens=batch.cu_seqlens, targets=batch.labels)
         assert output.loss is not None
-        if not torch.isfinite(output.loss):
-            for balancer in self.balancers.values():
-                balancer.discard()
-            raise Diverged(
-                f"loss: expected a number, got {output.loss.item()} at step {self.steps_done + 1}; "
-                "lower the learning rate"
-            )
         output.loss.backward()
+        self._check_finite(output.loss)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if clipping:
@@ -122,8 +129,26 @@ class Trainer:
             balancer.update()
             self.loads[name].add(balancer.loads)
         self.steps_done += 1
-        self.tokens_done += batch.input_ids.numel()
+        self.tokens_done = tokens
         return {name: float(loss) for name, loss in output.losses.items()}
+
+    def _check_finite(self, loss: Tensor) -> None:
+        """Raises Diverged, and forgets all that the step left behind, unless the loss and its gradient are numbers."""
+        norm = get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        for what, value in (("loss", loss), ("gradient norm", norm)):
+            if not torch.isfinite(value):
+                self._discard()
+                raise Diverged(
+                    f"{what}: expected a number, got {value.item()} at step {self.steps_done + 1}; "
+                    "lower the learning rate"
+                )
+
+    def _discard(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        for balancer in self.balancers.values():
+            balancer.discard()
+        for attention in self.attentions.values():
+            attention.max_logits = None
 
     def _set_lr(self, lr: float) -> None:
         for group in self.optimizer.param_groups:
@@ -161,30 +186,20 @@ class Trainer:
         }
 
     def save(self, folder: Path) -> None:
-        """The model and its tokenizer, loadable by `K3Model.from_pretrained` and `ByteBPE.load`."""
-        self.model.save_pretrained(folder)
+        """The model and its tokenizer, loadable by `K3Model.from_pretrained` and `ByteBPE.load`.
+
+        The model's `config.json` comes last: a folder that has one is complete.
+        """
         self.tokenizer.save(folder)
+        self.model.save_pretrained(folder)
 
 
 def open_corpus(data: DataConfig) -> Corpus:
-    return standard_library() if data.source == "standard_library" else text_folder(Path(data.source), data.pattern)
-
-
-def start_folder(folder: Path, run: Run, overwrite: bool) -> None:
-    """Makes the run's folder and writes its whole configuration; DataError if it holds another run."""
-    if folder.exists() and any(folder.iterdir()):
-        if not (overwrite and (folder / "run.json").exists()):
-            raise DataError(
-                f"{folder}: expected a new or empty folder, found files; choose another, or --overwrite a run"
-            )
-        for name in ("metrics.jsonl", "result.json"):
-            (folder / name).unlink(missing_ok=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "run.json", run.to_dict())
-
-
-def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
+    """The texts of a run.  Raises DataError where they are too little to learn from, or none is left to judge on."""
+    corpus = standard_library() if data.source == "standard_library" else text_folder(Path(data.source), data.pattern)
+    if corpus.train_bytes < SMALLEST_TEXT or not corpus.held_out:
+        raise DataError(
+            f"{data.source}: expected at least {SMALLEST_TEXT} bytes to learn from and some to hold out, got "
+            f"{corpus.train_bytes} and {corpus.held_out_bytes}; add text"
+        )
+    return corpus

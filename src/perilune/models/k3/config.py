@@ -1,9 +1,10 @@
 """The configuration of a K3-class model; keys are those of the released configs.  Imports without torch."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
-from perilune.core.config import Config
+from perilune.core.config import Config, require
 from perilune.core.errors import ConfigError, nearest
 
 # Keys of released configs that describe something else than the network, or nothing at all.  They are kept as they
@@ -33,6 +34,9 @@ class LinearAttentionConfig(Config):
     full_attn_layers: tuple[int, ...]
     use_full_rank_gate: bool = False
     gate_lower_bound: float | None = None  # None is Kimi Linear's softplus gate
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "num_heads", "head_dim", "short_conv_kernel_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +102,7 @@ class K3Config(Config):
     balance_loss_weight: float = 1.0
 
     def __post_init__(self) -> None:
-        self._check_positive()
+        self._check_sizes()
         self._check_layers()
         self._check_experts()
         if not self.mla_use_nope:
@@ -111,13 +115,21 @@ class K3Config(Config):
         if isinstance(size, int) and size < 1:
             raise ConfigError(f"attn_res_block_size: expected at least 1, got {size}; null is the plain residual")
 
-    def _check_positive(self) -> None:
+    def _check_sizes(self) -> None:
+        _at_least(
+            self, 1, "hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size", "num_attention_heads",
+            "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "v_head_dim", "moe_layer_freq",
+        )  # fmt: skip
+        _at_least(
+            self, 0, "qk_rope_head_dim", "first_k_dense_replace", "num_experts", "num_shared_experts",
+            "num_nextn_predict_layers", "initializer_range", "mtp_loss_weight", "balance_loss_weight",
+        )  # fmt: skip
         for name in (
-            "hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size", "num_attention_heads",
-            "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "moe_layer_freq",
+            "rms_norm_eps", "activation_situ_beta", "activation_situ_linear_beta", "routed_scaling_factor",
         ):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}; give a positive number")
+            value = getattr(self, name)
+            fits = value is None or 0 < value < math.inf
+            require(fits, name, "a finite number above 0", value, "see a released config")
 
     def _check_layers(self) -> None:
         linear = self.linear_attn_config
@@ -129,7 +141,7 @@ class K3Config(Config):
                 )
             return
         both = sorted((*linear.kda_layers, *linear.full_attn_layers))
-        if both != list(range(1, self.num_hidden_layers + 1)):
+        if len(both) != self.num_hidden_layers or both != list(range(1, self.num_hidden_layers + 1)):
             raise ConfigError(
                 "linear_attn_config: expected kda_layers and full_attn_layers to hold every number from 1 to "
                 f"{self.num_hidden_layers} once, got {both}; layers are counted from 1"
@@ -143,6 +155,7 @@ class K3Config(Config):
                 f"num_experts_per_token: expected from 1 to num_experts ({self.num_experts}), "
                 f"got {self.num_experts_per_token}; choose one in range"
             )
+        _at_least(self, 1, "moe_intermediate_size", "routed_expert_hidden_size", "num_expert_group", "topk_group")
         if self.num_experts % self.num_expert_group:
             raise ConfigError(
                 f"num_expert_group: expected a divisor of num_experts ({self.num_experts}), "
@@ -209,6 +222,13 @@ class K3Config(Config):
     def vision(self) -> dict[str, Any] | None:
         """The released `vision_config`, as it came."""
         return self.carried.get("outer", {}).get("vision_config")
+
+
+def _at_least(config: Config, least: int, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        fits = value is None or least <= value < math.inf
+        require(fits, name, f"at least {least}", value, "give a finite number in range")
 
 
 def _take_carried(flat: dict[str, Any]) -> dict[str, Any]:

@@ -141,15 +141,15 @@ def _check_names(folder: Path, found: set[str], expected: set[str]) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """`config.json` of a checkpoint folder."""
-    path = folder / "config.json"
+    """`config.json` of a checkpoint folder; or the file itself."""
+    path = folder if folder.is_file() else folder / "config.json"
     try:
         values = json.loads(path.read_text())
     except FileNotFoundError:
         raise CheckpointError(
             f"{folder}: expected a checkpoint, found no config.json; give a folder that holds one"
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no JSON, or no UTF-8
         raise CheckpointError(f"{path}: expected JSON, got {error}; the file is damaged") from None
     if not isinstance(values, dict):
         raise CheckpointError(f"{path}: expected an object, got {type(values).__name__}; the file is damaged")
