@@ -114,7 +114,10 @@ class _GroupedExperts(torch.autograd.Function):
         if need_down:
             dw_down = grouped_outer(dy, a.mul_(p).to(x.dtype), counts)
         da = da.mul_(p)
-        dinner = torch.cat([a_gate.mul_(da), a_up.mul_(da)], -1).to(x.dtype)  # [P, 2 F]
+        dinner = da.new_empty(da.shape[0], 2 * da.shape[1])  # [P, 2 F]
+        for half, slope in zip(dinner.chunk(2, -1), (a_gate, a_up)):
+            torch.mul(slope, da, out=half)
+        dinner = dinner.to(x.dtype)
         if need_x:
             drows = grouped_product(dinner, torch.cat([w_gate, w_up], 1), counts)
             dx = _sum_to_tokens(drows.to(wide), row, start).to(x.dtype)
