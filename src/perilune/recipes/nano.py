@@ -5,13 +5,13 @@ from perilune.train.config import DataConfig, OptimizerConfig, Run, Stage
 
 
 def nano() -> Run:
-    """1.8M tokens in two context stages, the second four times as long as the first."""
+    """1.2M tokens in two stages: many short pieces first, then contexts eight times as long."""
     return Run(
-        model=presets.nano(),
+        model=presets.nano().replace(num_nextn_predict_layers=1),
         data=DataConfig(vocab_size=2048),
         stages=(
-            Stage(name="512", context=512, batch_tokens=2048, tokens=1_400_000, lr=1e-2, lr_end=2e-3),
-            Stage(name="2048", context=2048, batch_tokens=2048, tokens=400_000, lr=4e-3, lr_end=2e-4),
+            Stage(name="256", context=256, batch_tokens=2048, tokens=900_000, lr=8e-3, lr_end=3e-3),
+            Stage(name="2048", context=2048, batch_tokens=2048, tokens=300_000, lr=3e-3, lr_end=1e-4),
         ),
-        optimizer=OptimizerConfig(),
+        optimizer=OptimizerConfig(momentum=0.85, adamw_lr=1.2e-2),
     )

@@ -59,9 +59,10 @@ def recurrence(
             state = q.new_zeros(1, H, K, v.shape[-1])
         else:
             state = initial_state[n : n + 1].to(dtype)
-        for t in range(start, stop):
-            at = (slice(b, b + 1), t)
-            o, state = step(q[at], k[at], v[at], g[at], beta[at], state, scale)
+        # Unbound once: indexing token by token would give each a gradient as large as the sequence.
+        rows = (x[b : b + 1, start:stop].unbind(1) for x in (q, k, v, g, beta))
+        for q_t, k_t, v_t, g_t, beta_t in zip(*rows):
+            o, state = step(q_t, k_t, v_t, g_t, beta_t, state, scale)
             outputs.append(o)
         states.append(state)
     o = torch.cat(outputs).view(v.shape)
