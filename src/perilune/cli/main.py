@@ -63,6 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(verb, words)
     except SystemExit as stop:  # what argparse ends with
         return int(stop.code or 0)
+    except KeyboardInterrupt:
+        print(f"perilune {verb}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output has seen enough
+        return 0
 
 
 def run(verb: str | None, words: list[str]) -> int:
@@ -81,24 +86,30 @@ def run(verb: str | None, words: list[str]) -> int:
         code = import_module(f"perilune.cli.{verb}").run(args)
         print(end="", flush=True)  # what cannot be written is an error here, not at exit
         return code
-    except KeyboardInterrupt:
-        print(f"perilune {verb}: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # the reader of our output has seen enough
-        return 0
-    except (PeriluneError, OSError) as error:
+    except BrokenPipeError:
+        raise
+    except (PeriluneError, OSError, MemoryError, RuntimeError) as error:
+        line = one_line(error)
+        if line is None:
+            raise
         if args.debug:
             traceback.print_exc()
         else:
-            print(f"perilune {verb}: {one_line(error)}", file=sys.stderr)
+            print(f"perilune {verb}: {line}", file=sys.stderr)
         return 2
 
 
-def one_line(error: Exception) -> str:
-    """What went wrong; of the system's errors (`disk full`) with the file it is about."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return " ".join(str(error).split())
+def one_line(error: Exception) -> str | None:
+    """What went wrong, in a line; None where the mistake is ours, and the trace says more."""
+    text = " ".join(str(error).split())
+    if isinstance(error, PeriluneError):
+        return text
+    if isinstance(error, OSError):  # such as a full disk
+        reason = error.strerror or text
+        return f"{error.filename}: {reason}" if error.filename else reason
+    if isinstance(error, MemoryError) or "allocate memory" in text or "out of memory" in text:
+        return "memory: expected enough for this model, got less; choose smaller sizes"
+    return None
 
 
 def entry() -> NoReturn:

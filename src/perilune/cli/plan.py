@@ -35,7 +35,8 @@ def run(args: argparse.Namespace) -> int:
     console.print(table)
     console.print(
         f"{human(counted.total)} parameters, {human(counted.active)} active for a token (the head counted, the "
-        f"embedding table not); {counted.tensors:,} text tensors in a checkpoint"
+        f"embedding table not); {counted.tensors:,} text tensors in a checkpoint",
+        soft_wrap=True,
     )
     return 0
 

@@ -80,10 +80,13 @@ def show_start(trainer: "Trainer", console: "Console") -> None:
     console.print(
         f"{human(corpus.train_bytes)} bytes to learn from in {len(corpus.train):,} files, "
         f"{human(corpus.held_out_bytes)} held out in {len(corpus.held_out):,}; "
-        f"{trainer.tokenizer.vocab_size:,} tokens in the vocabulary; {human(parameters)} parameters"
+        f"{trainer.tokenizer.vocab_size:,} tokens in the vocabulary; {human(parameters)} parameters",
+        soft_wrap=True,
     )
     if corpus.skipped:
-        console.print(f"{len(corpus.skipped):,} files skipped, such as {corpus.skipped[0]}", markup=False)
+        console.print(
+            f"{len(corpus.skipped):,} files skipped, such as {corpus.skipped[0]}", markup=False, soft_wrap=True
+        )
 
 
 def judge(trainer: "Trainer", console: "Console") -> dict[str, Any]:
@@ -120,7 +123,8 @@ def show_result(result: dict[str, Any], console: "Console") -> None:
     load = result["expert_load"]
     console.print(
         f"experts, worst layer over the last steps: Gini {load['gini']:.3f}, "
-        f"fullest {1 + load['max_violation']:.2f}x the mean, {load['dead_experts']} dead"
+        f"fullest {1 + load['max_violation']:.2f}x the mean, {load['dead_experts']} dead",
+        soft_wrap=True,
     )
 
 

@@ -206,8 +206,17 @@ def save(model: "K3Model", folder: Path) -> None:
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    write_shards(model, partial)
-    (partial / "config.json").write_text(json.dumps(model.config.to_hf(), indent=2) + "\n")
+    try:
+        write_shards(model, partial)
+        (partial / "config.json").write_text(json.dumps(model.config.to_hf(), indent=2) + "\n")
+        _move_in(partial, folder)
+    except SafetensorError as error:  # the disk is full
+        raise CheckpointError(f"{folder}: expected to write the weights, got {error}; make room") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _move_in(partial: Path, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").unlink(missing_ok=True)
     for stale in folder.glob("model*.safetensors*"):
@@ -215,7 +224,6 @@ def save(model: "K3Model", folder: Path) -> None:
             stale.unlink()
     for path in sorted(partial.iterdir(), key=lambda p: p.name == "config.json"):
         os.replace(path, folder / path.name)
-    partial.rmdir()
 
 
 def write_shards(model: "K3Model", folder: Path) -> None:

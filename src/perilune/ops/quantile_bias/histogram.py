@@ -29,8 +29,9 @@ def score_histogram(
     dtype = torch.promote_types(torch.promote_types(scores.dtype, bias.dtype), torch.float32)
     scores, bias = scores.to(dtype), bias.to(dtype)
     low, width = _range(bias, bins)
-    # In place: for all experts of all tokens this is the largest tensor of the router.
-    index = required_bias(scores, bias, top_k, ids).sub_(low).div_(width).floor_().clamp_(0, bins - 1).long()
+    # In place: for all experts of all tokens this is the largest tensor of the router.  Clamped as integers: the NaN of
+    # a step that diverged lands in some bin, and it is the loss that says so.
+    index = required_bias(scores, bias, top_k, ids).sub_(low).div_(width).floor_().long().clamp_(0, bins - 1)
     index += torch.arange(E, device=index.device) * bins
     return torch.bincount(index.flatten(), minlength=E * bins).view(E, bins)
 
