@@ -38,9 +38,11 @@ def _backends() -> dict[str, tuple[str, ...]]:
     """Each operation's backends, best first."""
     from importlib import import_module
 
+    from perilune.core.backends import Backends
+
     found = {}
     for op in ("kda", "short_conv", "attn_res", "situ_glu", "grouped_experts", "quantile_bias"):
-        api = import_module(f"perilune.ops.{op}.api")
-        if backends := getattr(api, "BACKENDS", None):
-            found[op] = backends.names
+        for value in vars(import_module(f"perilune.ops.{op}.api")).values():
+            if isinstance(value, Backends):
+                found[value.op] = value.names
     return found

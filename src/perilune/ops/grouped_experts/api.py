@@ -9,9 +9,9 @@ from perilune.ops.grouped_experts.activation import Activation
 from perilune.ops.grouped_experts.chunked import grouped_experts_chunked
 from perilune.ops.grouped_experts.reference import grouped_experts_reference
 
-backends = Backends("grouped_experts")
-backends.register("chunked", grouped_experts_chunked)
-backends.register("reference", grouped_experts_reference)
+BACKENDS = Backends("grouped_experts")
+BACKENDS.register("chunked", grouped_experts_chunked)
+BACKENDS.register("reference", grouped_experts_reference)
 
 
 def grouped_experts(
@@ -52,7 +52,7 @@ def grouped_experts(
                 activation=activation, beta_gate=beta_gate, beta_up=beta_up, backend=backend,
             )  # fmt: skip
     _check(x, w_gate, w_up, w_down, ids, weights, activation)
-    run = backends.pick(backend, x, w_gate, w_up, w_down, ids, weights)
+    run = BACKENDS.pick(backend, x, w_gate, w_up, w_down, ids, weights)
     return run(
         x, w_gate, w_up, w_down, ids, weights, activation=activation, beta_gate=beta_gate, beta_up=beta_up
     )  # fmt: skip

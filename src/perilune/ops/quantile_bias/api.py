@@ -22,9 +22,9 @@ def _quantile_bias(
     return bias_from_required(required_bias(scores, bias, top_k), top_k).to(bias.dtype)
 
 
-backends = Backends("quantile_bias")
-backends.register("chunked", _quantile_bias)
-backends.register("reference", quantile_bias_reference)
+BACKENDS = Backends("quantile_bias")
+BACKENDS.register("chunked", _quantile_bias)
+BACKENDS.register("reference", quantile_bias_reference)
 
 
 @torch.no_grad()
@@ -56,7 +56,7 @@ def quantile_bias(
     _check(scores, bias, top_k, mask, bins)
     dtype = torch.promote_types(bias.dtype, torch.float32)
     compute = torch.promote_types(scores.dtype, dtype)
-    run = backends.pick(backend, scores, bias, top_k, mask=mask, bins=bins)
+    run = BACKENDS.pick(backend, scores, bias, top_k, mask=mask, bins=bins)
     return run(scores.to(compute), bias.to(compute), top_k, mask=mask, bins=bins).to(dtype)
 
 
