@@ -2,6 +2,8 @@
 
 import argparse
 
+OPS = ("kda", "short_conv", "attn_res", "situ_glu", "grouped_experts", "quantile_bias", "cross_entropy")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     pass
@@ -41,7 +43,7 @@ def _backends() -> dict[str, tuple[str, ...]]:
     from perilune.core.backends import Backends
 
     found = {}
-    for op in ("kda", "short_conv", "attn_res", "situ_glu", "grouped_experts", "quantile_bias"):
+    for op in OPS:
         for value in vars(import_module(f"perilune.ops.{op}.api")).values():
             if isinstance(value, Backends):
                 found[value.op] = value.names

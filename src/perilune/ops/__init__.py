@@ -1,6 +1,7 @@
-"""Pure functions on tensors, one folder an operation: a plain reference beside the fast path and the test that ties them."""
+"""Pure functions on tensors, a folder each: a plain reference, the fast path, and the public call."""
 
 from perilune.ops.attn_res import attn_res, attn_res_bank, attn_res_merge
+from perilune.ops.cross_entropy import linear_cross_entropy
 from perilune.ops.grouped_experts import grouped_experts
 from perilune.ops.kda import BoundedGate, SoftplusGate, kda, kda_step
 from perilune.ops.quantile_bias import quantile_bias
@@ -16,6 +17,7 @@ __all__ = [
     "grouped_experts",
     "kda",
     "kda_step",
+    "linear_cross_entropy",
     "quantile_bias",
     "short_conv",
     "situ_glu",

@@ -3,6 +3,7 @@
 `cu_seqlens: [N+1]` integers, first 0, last T, never falling; N documents, some perhaps empty.  B is 1 then.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -34,6 +35,6 @@ def boundaries(cu_seqlens: Tensor | Sequence[int] | None, batch: int, length: in
         raise ShapeError(
             f"cu_seqlens: expected last entry {length} (T), got {cu[-1]}; pad the pack or mend the lengths"
         )
-    if any(a > b for a, b in zip(cu, cu[1:])):
+    if any(a > b for a, b in itertools.pairwise(cu)):
         raise ShapeError(f"cu_seqlens: expected boundaries that never fall, got {cu}; sort them")
     return cu

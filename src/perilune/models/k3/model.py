@@ -16,11 +16,10 @@ from perilune.models.k3.layer import DecoderLayer, MTPLayer
 from perilune.models.k3.roles import parameter_roles
 from perilune.nn import BlockAttnRes, DepthStream, GatedMLA, HybridCache, RMSNorm, StableLatentMoE, initialize_
 from perilune.nn.balancer import Balancer
-from perilune.nn.precision import at_least_float32
+from perilune.ops import linear_cross_entropy
+from perilune.ops.cross_entropy import IGNORED
 from perilune.ops.packing import boundaries
 from perilune.optim.roles import Roles
-
-IGNORED = -100  # a label that is not predicted
 
 
 @dataclass
@@ -124,8 +123,7 @@ class K3Model(nn.Module):
         if labels is not None:
             targets = shifted(labels, cu)
         if targets is not None:
-            logits = self.lm_head(features) if output.logits is None else output.logits
-            losses = self._losses(input_ids, h, logits, targets, cu)
+            losses = self._losses(input_ids, h, features, targets, cu)
             output.loss = self._total(losses)
             output.losses = {name: loss.detach() for name, loss in losses.items()}
         return output
@@ -155,9 +153,9 @@ class K3Model(nn.Module):
         return output
 
     def _losses(
-        self, input_ids: Tensor, h: Tensor, logits: Tensor, targets: Tensor, cu: list[int] | None
+        self, input_ids: Tensor, h: Tensor, features: Tensor, targets: Tensor, cu: list[int] | None
     ) -> dict[str, Tensor]:
-        losses = {"next_token": cross_entropy(logits, targets)}
+        losses = {"next_token": self._cross_entropy(features, targets)}
         if self.training:
             # The token after each: a target, or, where nothing is learned from it, the next input of its document.
             following = torch.where(targets == IGNORED, shifted(input_ids, cu), targets)
@@ -167,13 +165,18 @@ class K3Model(nn.Module):
                 embedding = self.model.embed_tokens(following.clamp(min=0))
                 h, features = layer(h, embedding, cu_seqlens=cu, mask=known)
                 following, targets = shifted(following, cu), shifted(targets, cu)
-                further.append(cross_entropy(self.lm_head(features), targets))
+                further.append(self._cross_entropy(features, targets))
             if further:
                 losses["mtp"] = torch.stack(further).mean()
             balance = [moe.auxiliary_loss for moe in self._moes() if moe.auxiliary_loss is not None]
             if balance:
                 losses["balance"] = torch.stack(balance).sum()
         return losses
+
+    def _cross_entropy(self, features: Tensor, targets: Tensor) -> Tensor:
+        """Mean over the targets that are not ignored; 0 where there are none.  The logits are never held."""
+        total = linear_cross_entropy(features.flatten(0, 1), self.lm_head.weight, targets.flatten())
+        return total / (targets != IGNORED).sum().clamp(min=1)
 
     def _total(self, losses: dict[str, Tensor]) -> Tensor:
         weight = {"next_token": 1.0, "mtp": self.config.mtp_loss_weight, "balance": self.config.balance_loss_weight}
@@ -223,14 +226,6 @@ class K3Model(nn.Module):
         from perilune.models.k3.convert import save
 
         save(self, Path(folder))
-
-
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean over targets other than -100, in at least float32; 0 where there are none."""
-    total = F.cross_entropy(
-        at_least_float32(logits.flatten(0, 1)), targets.flatten(), ignore_index=IGNORED, reduction="sum"
-    )
-    return total / (targets != IGNORED).sum().clamp(min=1)
 
 
 def shifted(labels: Tensor, cu: Sequence[int] | None) -> Tensor:
