@@ -1,0 +1,292 @@
+import json
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+
+from perilune.core.errors import DataError
+from perilune.data.corpus import Corpus, Document, text_folder
+from perilune.data.tokenizer import ByteBPE
+from perilune.models.k3 import K3Model
+from perilune.models.k3.config import BalanceConfig
+from perilune.nn.load import gini
+from perilune.train import loop
+from perilune.train.config import DataConfig, OptimizerConfig, Stage
+from perilune.train.loop import Diverged, Trainer, open_corpus
+from perilune.train.metrics import Metrics
+from tiny_run import STAGES, corpus, run
+
+ONE_STAGE = (Stage(name="only", context=32, batch_tokens=96, tokens=4000, lr=2e-2, lr_end=1e-3, warmup=0.1),)
+
+
+@pytest.fixture
+def train(tmp_path):
+    """Trains to the end; gives the trainer and the lines of metrics.jsonl."""
+
+    def to_the_end(made, watch=lambda progress: None):
+        trainer = Trainer(made, corpus())
+        path = tmp_path / "metrics.jsonl"
+        path.unlink(missing_ok=True)
+        with Metrics(path) as metrics:
+            trainer.train(metrics, watch)
+        return trainer, [json.loads(line) for line in path.read_text().splitlines()]
+
+    return to_the_end
+
+
+def weights(trainer):
+    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+
+def same(a, b):
+    return all(torch.equal(x.nan_to_num(7.0), b[name].nan_to_num(7.0)) for name, x in a.items())
+
+
+def batches(trainer, n):
+    return [trainer.batches.next() for _ in range(n)]
+
+
+# the same run twice, and what it learns
+
+
+def test_a_seed_decides_every_bit(train):
+    (first, lines), (second, lines_again), (other, lines_other) = (train(run(seed=s)) for s in (3, 3, 4))
+    assert [line["losses"] for line in lines] == [line["losses"] for line in lines_again]
+    assert same(weights(first), weights(second))
+    assert [line["losses"] for line in lines] != [line["losses"] for line in lines_other]
+    assert not same(weights(first), weights(other))
+
+
+def test_losses_fall_on_text_that_repeats_itself(train):
+    _, lines = train(run(stages=ONE_STAGE))
+    losses = [line["losses"]["next_token"] for line in lines]
+    assert losses[0] == pytest.approx(math.log(300), rel=0.05)  # nothing known at first
+    assert sum(losses[-3:]) < 0.5 * sum(losses[:3])
+
+
+def test_every_step_leaves_a_line_and_is_told(train):
+    told = []
+    trainer, lines = train(run(), told.append)
+    assert trainer.steps == trainer.steps_done == len(lines) == len(told) == 16
+    assert [line["step"] for line in lines] == [p.step for p in told] == list(range(1, 17))
+    assert [line["tokens"] for line in lines] == [p.tokens for p in told] == [96 * n for n in range(1, 17)]
+    assert [line["stage"] for line in lines] == ["short"] * 10 + ["long"] * 6
+    for line, progress in zip(lines, told):
+        assert line["losses"]["next_token"] == pytest.approx(progress.losses["next_token"], abs=1e-5)
+        assert line["lr"] == progress.lr
+        assert 0 <= line["gini"] < 1
+        assert progress.seconds > 0
+
+
+# stages and rates
+
+
+def test_a_stage_of_longer_context_packs_longer_pieces(train, monkeypatch):
+    seen = []
+    plain = Trainer.step
+
+    def spy(self, batch):
+        seen.append(batch)
+        return plain(self, batch)
+
+    monkeypatch.setattr(Trainer, "step", spy)
+    stages = STAGES[0], STAGES[1].replace(batch_tokens=144, tokens=720)
+    train(run(stages=stages))
+    longest = [max(b - a for a, b in pairwise(batch.cu_seqlens.tolist())) for batch in seen]
+    assert longest[:10] == [16] * 10
+    assert max(longest[10:]) == 48
+    assert min(longest[10:]) > 16
+    assert [batch.input_ids.shape[1] for batch in seen] == [96] * 10 + [144] * 5
+
+
+def test_the_rate_follows_the_schedule_and_the_first_step_moves(train):
+    made = run(optimizer=OptimizerConfig(adamw_lr=5e-3))
+    fresh = Trainer(made, corpus())
+    before = weights(fresh)
+    fresh.step(fresh.batches.next())
+    assert fresh.optimizer.param_groups[0]["lr"] == 1e-2  # half of a warm-up of two steps
+    moved = [n for n, p in fresh.model.named_parameters() if not torch.equal(p, before[n])]
+    assert {"model.embed_tokens.weight", "model.layers.1.self_attn.kv_b_proj.weight"} <= set(moved)
+    trainer, lines = train(made)
+    rates = [line["lr"] for line in lines]
+    assert rates == [made.schedule.lr(line["tokens"]) for line in lines]
+    assert rates[1] == max(rates) == 2e-2
+    assert rates[9] == 4e-3  # where the first stage ends, the second goes on
+    assert rates[15] == 1e-3
+    assert {group["lr"] for group in trainer.optimizer.param_groups} == {1e-3}
+
+
+# a step that went wrong
+
+
+def poison(trainer, where):
+    """Makes the next step's loss or gradient NaN; gives what undoes it."""
+    if where == "gradient":
+        handle = trainer.model.lm_head.weight.register_hook(lambda grad: grad * torch.nan)
+        return handle.remove
+    parameter = trainer.model.get_parameter(where)
+    clean = parameter.detach().clone()
+    with torch.no_grad():
+        parameter[0] = torch.nan
+    return lambda: parameter.data.copy_(clean)
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "lm_head.weight",
+        "model.norm.weight",
+        "model.layers.0.input_layernorm.weight",
+        "model.layers.1.block_sparse_moe.gate.weight",  # an expert that nobody chooses: the loss is a number
+        "gradient",
+    ],
+)
+@pytest.mark.parametrize("kind", ["quantile", "sign"])
+def test_a_step_without_a_number_changes_nothing(where, kind):
+    options = OptimizerConfig(qk_clip=1e-2, qk_clip_every=1)
+    made = run(model={"balance": BalanceConfig(kind=kind)}, optimizer=options)
+    trainer, other = Trainer(made, corpus()), Trainer(made, corpus())
+    one, bad, two = batches(trainer, 3)
+    for t in (trainer, other):
+        t.step(one)
+    undo = poison(trainer, where)
+    before, state = weights(trainer), trainer.optimizer.state_dict()["state"]
+    momenta = {key: {k: v.clone() for k, v in value.items()} for key, value in state.items()}
+    what = "gradient norm" if "gate" in where or where == "gradient" else "loss"
+    with pytest.raises(Diverged, match=f"^{what}: expected a number, got nan at step 2; lower the learning rate"):
+        trainer.step(bad)
+    assert same(before, weights(trainer))
+    for key, values in trainer.optimizer.state_dict()["state"].items():
+        assert same(values, momenta[key])
+    assert all(p.grad is None for p in trainer.model.parameters())
+    assert all(not statistic.any() for b in trainer.balancers.values() for statistic in b.statistics())
+    assert all(a.max_logits is None for a in trainer.attentions.values())
+    assert (trainer.steps_done, trainer.tokens_done) == (1, 96)
+    undo()  # and the run goes on as if the step had not been
+    assert trainer.step(two) == other.step(two)
+    assert same(weights(trainer), weights(other))
+
+
+# what is done beside the optimizer
+
+
+def test_logits_above_the_threshold_are_clipped(monkeypatch):
+    calls = []
+
+    def spy(q_weight, kv_b_weight, max_logits, **options):
+        before = q_weight.clone()
+        gamma = plain(q_weight, kv_b_weight, max_logits, **options)
+        calls.append((before, q_weight.clone(), max_logits.clone(), gamma, options))
+        return gamma
+
+    plain = loop.qk_clip_
+    monkeypatch.setattr(loop, "qk_clip_", spy)
+    trainer = Trainer(run(optimizer=OptimizerConfig(qk_clip=1e-2, qk_clip_every=2)), corpus())
+    counts = []
+    for batch in batches(trainer, 5):
+        trainer.step(batch)
+        counts.append(len(calls))
+        assert all(a.max_logits is None for a in trainer.attentions.values())
+    assert counts == [1, 1, 2, 2, 3]  # one latent attention; every second step, the first included
+    before, after, max_logits, gamma, options = calls[-1]
+    assert options == {"threshold": 1e-2, "nope": 8, "rope": 4, "v": 6}
+    assert (max_logits > 1e-2).all()
+    torch.testing.assert_close(gamma, 1e-2 / max_logits)
+    ratio = (after / before).view(2, 12, -1)  # [H, nope + rope, r]
+    torch.testing.assert_close(ratio[:, :8], gamma.sqrt()[:, None, None].expand(2, 8, 12))
+    torch.testing.assert_close(ratio[:, 8:], gamma[:, None, None].expand(2, 4, 12))
+
+
+def test_the_clipped_step_is_the_plain_one_below_the_threshold():
+    results = []
+    for clip in (None, 1e9):
+        trainer = Trainer(run(optimizer=OptimizerConfig(qk_clip=clip, qk_clip_every=1)), corpus())
+        for batch in batches(trainer, 3):
+            trainer.step(batch)
+        results.append(weights(trainer))
+    assert same(*results)
+
+
+def test_balancers_move_once_a_step(monkeypatch):
+    trainer = Trainer(run(), corpus())
+    (balancer,) = trainer.balancers.values()
+    updates = []
+    plain = balancer.update
+    monkeypatch.setattr(balancer, "update", lambda: (updates.append(trainer.steps_done), plain()))
+    for n, batch in enumerate(batches(trainer, 3), 1):
+        bias = balancer.bias.clone()
+        trainer.step(batch)
+        assert len(updates) == n
+        assert balancer.loads.sum() == 96 * 2  # every token's two experts
+        assert not torch.equal(balancer.bias, bias)
+        assert not balancer.counts.any()
+
+
+def test_loads_are_judged_over_a_window():
+    trainer = Trainer(run(load_window=3), corpus())
+    (balancer,) = trainer.balancers.values()
+    steps = []
+    for batch in batches(trainer, 5):
+        trainer.step(batch)
+        steps.append(balancer.loads.clone())
+    total = sum(steps[-3:])
+    assert not torch.equal(total, sum(steps))
+    load = trainer.expert_load()
+    assert load["gini"] == gini(total)
+    assert load["max_violation"] == pytest.approx(total.max().item() / (96 * 2 * 3 / 8) - 1)
+    assert load["dead_experts"] == (total == 0).sum()
+
+
+def test_a_model_without_experts_trains():
+    trainer = Trainer(run(model={"num_experts": 0}), corpus())
+    first, *_, last = (trainer.step(batch)["next_token"] for batch in batches(trainer, 8))
+    assert last < first
+    assert trainer.expert_load() == {"gini": 0.0, "max_violation": 0.0, "dead_experts": 0}
+
+
+# what is left
+
+
+def test_what_is_saved_is_what_was_trained(tmp_path):
+    trainer = Trainer(run(), corpus())
+    trainer.step(trainer.batches.next())
+    trainer.save(tmp_path / "run" / "model")
+    assert {p.name for p in (tmp_path / "run").iterdir()} == {"model"}
+    assert {p.name for p in (tmp_path / "run" / "model").iterdir()} == {
+        "config.json", "model.safetensors", "tokenizer.json",
+    }  # fmt: skip
+    loaded = K3Model.from_pretrained(tmp_path / "run" / "model")
+    assert same(weights(trainer), loaded.state_dict())
+    words = corpus().held_out[0].text
+    assert ByteBPE.load(tmp_path / "run" / "model").encode(words) == trainer.tokenizer.encode(words)
+
+
+def test_little_text_gives_a_smaller_vocabulary():
+    trainer = Trainer(run(), corpus())
+    assert 257 < trainer.tokenizer.vocab_size < 300
+    assert trainer.model.config.vocab_size == 300
+
+
+@pytest.mark.parametrize(("train_bytes", "enough"), [(999, False), (1000, True)])
+def test_a_corpus_must_have_something_to_learn_from(tmp_path, train_bytes, enough):
+    sizes = {"a.txt": 50, "b.txt": 50, "c.md": 5000}
+    sizes["a.txt" if text_folder(tmp_path_with(tmp_path, sizes)).held_out[0].name == "b.txt" else "b.txt"] = train_bytes
+    data = DataConfig(source=str(tmp_path_with(tmp_path, sizes)))
+    if enough:
+        assert open_corpus(data).train_bytes == 1000
+        return
+    with pytest.raises(DataError, match="at least 1000 bytes to learn from and some to hold out, got 999 and 50; add"):
+        open_corpus(data)
+
+
+def tmp_path_with(folder, sizes):
+    for name, size in sizes.items():
+        (folder / name).write_text(name[0] * size)
+    return folder
+
+
+def test_a_corpus_must_have_something_to_judge_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "text_folder", lambda path, pattern: Corpus((Document("a.txt", "a" * 5000),), ()))
+    with pytest.raises(DataError, match="got 5000 and 0; add text"):
+        open_corpus(DataConfig(source=str(tmp_path)))
