@@ -1,4 +1,4 @@
-"""Count a preset's parameters, part by part: all of them, and those one token uses."""
+"""Count a preset's parameters, part by part: all of them, and those one token uses; or list how each is optimised."""
 
 import argparse
 from pathlib import Path
@@ -15,16 +15,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from perilune.models.k3 import presets
 
     parser.add_argument("preset", help=f"{', '.join(presets.PRESETS)}; or the path of a config.json, a model or a run")
+    parser.add_argument("--roles", action="store_true", help="list what the optimizer does with every parameter")
 
 
 def run(args: argparse.Namespace) -> int:
+    config = find_config(args.preset)
+    if args.roles:
+        show_roles(config)
+    else:
+        show_audit(args.preset, config)
+    return 0
+
+
+def show_roles(config: "K3Config") -> None:
+    """One line a parameter: name, shape, Muon or AdamW, the matrices Muon sees, weight decay."""
+    import torch
+
+    from perilune.models.k3 import K3Model
+
+    with torch.device("meta"):
+        rows = K3Model(config).parameter_roles().table()
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+
+
+def show_audit(name: str, config: "K3Config") -> None:
+    """The table of parts, and the sums in a line."""
     from rich.console import Console
     from rich.table import Table
 
     from perilune.models.k3.audit import audit
 
-    counted = audit(find_config(args.preset))
-    table = Table(title=f"{args.preset}: parameters", show_footer=True)
+    counted = audit(config)
+    table = Table(title=f"{name}: parameters", show_footer=True)
     table.add_column("part", "total")
     table.add_column("count", justify="right", no_wrap=True)
     table.add_column("parameters", f"{counted.total:,}", justify="right", no_wrap=True)
@@ -38,7 +62,6 @@ def run(args: argparse.Namespace) -> int:
         f"embedding table not); {counted.tensors:,} text tensors in a checkpoint",
         soft_wrap=True,
     )
-    return 0
 
 
 def find_config(name: str) -> "K3Config":

@@ -61,16 +61,26 @@ def run(args: argparse.Namespace) -> int:
     write_json(folder / "result.json", result)
     show_result(result, console)
     show_samples(trainer, console)
+    show_next(folder, args.recipe, console)
+    return 0
+
+
+def show_next(folder: Path, recipe: str, console: "Console") -> None:
+    """What to try now, as it can be typed here."""
+    import os
+    import shutil
+    import sys
+
+    command = "perilune" if shutil.which("perilune") else os.path.relpath(sys.argv[0])
     console.print(
         f"\nSaved in {folder}. Next:\n"
-        f'  perilune generate {folder} --prompt "def "\n'
-        f"  perilune eval {folder}\n"
-        f"  perilune train {args.recipe} seed=1 --out {folder}-seed1\n"
-        f"  perilune plan k3",
+        f'  {command} generate {folder} --prompt "def "\n'
+        f"  {command} eval {folder}\n"
+        f"  {command} train {recipe} seed=1 --out {folder}-seed1\n"
+        f"  {command} plan k3",
         markup=False,
         soft_wrap=True,
     )
-    return 0
 
 
 def show_start(trainer: "Trainer", console: "Console") -> None:
