@@ -50,13 +50,15 @@ class Trainer:
 
     def __init__(self, run: Run, corpus: Corpus | None = None) -> None:
         self.run = run
-        self.corpus = open_corpus(run.data) if corpus is None else corpus
-        self.tokenizer = ByteBPE.train((d.text for d in self.corpus.train), run.data.vocab_size)
-        documents = self.tokenizer.encode_documents([d.text for d in self.corpus.train])
         torch.manual_seed(run.seed)
-        self.model = K3Model(run.model)
+        self.model = K3Model(run.model)  # first: what is wrong with it shows before the text has been read
+        self.corpus = open_corpus(run.data) if corpus is None else corpus
+        texts = [document.text for document in self.corpus.train]
+        self.tokenizer = ByteBPE.train(texts, run.data.vocab_size)
         first = run.stages[0]
-        self.batches = PackedBatches(documents, first.batch_tokens, first.context, run.seed)
+        self.batches = PackedBatches(
+            self.tokenizer.encode_documents(texts), first.batch_tokens, first.context, run.seed
+        )
         options = run.optimizer
         self.optimizer = PerHeadMuon(
             self.model.parameter_roles(),

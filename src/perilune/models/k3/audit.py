@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from perilune.core.errors import ConfigError
 from perilune.models.k3.config import K3Config
 from perilune.models.k3.convert import released_views, stored_shape
 from perilune.models.k3.model import K3Model
@@ -80,7 +81,13 @@ def audit(config: K3Config) -> Audit:
         "MLA": len(kinds) - kinds.count("kda"),
     }
     lines = [Line(part, counts[part], total, _active(part, total, config)) for part, total in totals.items() if total]
-    lines += _vision_lines(config)
+    try:
+        lines += _vision_lines(config)
+    except (KeyError, IndexError, TypeError):
+        raise ConfigError(
+            "vision_config: expected the sizes of a K3 vision tower, found some missing or not numbers; "
+            "compare it with the released config"
+        ) from None
     return Audit(tuple(lines), tensors=len(views))
 
 

@@ -189,14 +189,15 @@ class K3Config(Config):
         """
         if "text_config" in values:
             outer = {k: v for k, v in values.items() if k != "text_config"}
-            flat = dict(values["text_config"])
+            flat = _object(values, "text_config")
             unknown = set(outer) - CARRIED - {"tie_word_embeddings"}
             carried = {"outer": outer, **_take_carried(flat)}
             flat.setdefault("tie_word_embeddings", outer.get("tie_word_embeddings"))
         else:
             flat, unknown = dict(values), set()
             carried = _take_carried(flat)
-        own = flat.pop("perilune", {})
+        own = _object(flat, "perilune")
+        flat.pop("perilune", None)
         flat = _without_absent(flat)  # null is what a missing key is
         if "linear_num_heads" in flat:
             _respell(flat)
@@ -231,20 +232,35 @@ def _at_least(config: Config, least: int, *names: str) -> None:
         require(fits, name, f"at least {least}", value, "give a finite number in range")
 
 
+def _object(values: dict[str, Any], key: str) -> dict[str, Any]:
+    """A copy of the object under `key`; an empty one if there is none."""
+    value = values.get(key, {})
+    require(isinstance(value, dict), key, "an object", repr(value), "write key: value pairs")
+    return dict(value)
+
+
+def _names(values: dict[str, Any], key: str) -> list[str]:
+    """Takes the list of names under `key` out of `values`."""
+    names = values.pop(key, [])
+    fits = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    require(fits, key, "a list of names", repr(names), "name one for each layer")
+    return names
+
+
 def _take_carried(flat: dict[str, Any]) -> dict[str, Any]:
     return {key: flat.pop(key) for key in CARRIED & set(flat)}
 
 
 def _respell(flat: dict[str, Any]) -> None:
     """Replaces the keys that `transformers` writes for Kimi Linear instead of, or beside, the released ones."""
-    layers = list(enumerate(flat.pop("layer_types", []), 1))
+    layers = list(enumerate(_names(flat, "layer_types"), 1))
     flat["linear_attn_config"] = {
-        **flat.get("linear_attn_config", {}),
+        **_object(flat, "linear_attn_config"),
         **{ours: flat.pop(theirs) for theirs, ours in RESPELLED.items() if theirs in flat},
         "kda_layers": [i for i, kind in layers if kind == "linear_attention"],
         "full_attn_layers": [i for i, kind in layers if kind == "full_attention"],
     }
-    feeds = flat.pop("mlp_layer_types", [])
+    feeds = _names(flat, "mlp_layer_types")
     if feeds != sorted(feeds):
         raise ConfigError(
             f"mlp_layer_types: expected all 'dense' before all 'sparse', got {feeds}; no release mixes them"
