@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_k3 import assert_close, config, ids, model
 
 from perilune.core.errors import ShapeError
 from perilune.models.k3 import K3Model
+from tiny_k3 import assert_close, config, ids, model
 
 few = settings(derandomize=True, max_examples=8, deadline=None)
 
@@ -148,6 +148,12 @@ def test_a_call_may_bring_no_token(k3):
     assert k3(tokens[:, :0], cache=cache).logits.shape == (2, 0, 50)
     assert all(layer.lengths == [5, 5] for layer in cache.layers)
     assert_close(k3(tokens[:, 5:], cache=cache).logits, k3(tokens).logits[:, 5:])
+
+
+def test_a_call_may_bring_no_sequence(k3):
+    for call in ({}, {"cache": k3.new_cache(0)}):
+        assert k3(ids(0, 7), **call).logits.shape == (0, 7, 50)
+        assert k3(ids(1, 0), cu_seqlens=[0], **call).logits.shape == (1, 0, 50)
 
 
 @few

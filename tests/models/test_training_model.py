@@ -17,6 +17,7 @@ from perilune.train.loop import Trainer
 from tiny_k3 import assert_close, config, ids, model
 
 CU = [0, 9, 10, 10, 12, 31]
+TWO_LAYERS = config().linear_attn_config.replace(kda_layers=(1,), full_attn_layers=(2,))
 
 
 def gradients(k3, loss):
@@ -270,6 +271,22 @@ def test_every_parameter_is_reached(recompute):
     assert idle == {f"model.layers.0.self_attention_res.{name}" for name in ("query", "norm.weight")}
     experts = k3.model.layers[1].block_sparse_moe.experts
     assert all(w.grad.abs().amax((1, 2)).gt(0).all() for w in experts.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at tensors between its graphs
+def test_torch_compile_changes_nothing():
+    plain, tokens = model(num_hidden_layers=2, linear_attn_config=TWO_LAYERS), ids(2, 9)
+    compiled = model(num_hidden_layers=2, linear_attn_config=TWO_LAYERS)
+    compiled.load_state_dict(plain.state_dict())
+    plain, compiled = plain.float(), compiled.float()
+    torch.compiler.reset()
+    expected = plain(tokens, labels=tokens).loss
+    loss = torch.compile(compiled, backend="eager")(tokens, labels=tokens).loss
+    assert_close(loss, expected, 1e-6)
+    expected, got = gradients(plain, expected), gradients(compiled, loss)
+    for name in expected:
+        assert_close(got[name], expected[name], 1e-5, name)
+    assert counts(compiled).equal(counts(plain))
 
 
 def test_autocast_runs_the_whole_stack_and_keeps_its_islands():

@@ -376,6 +376,15 @@ def test_aux_loss_is_its_coefficient_at_balance_and_has_a_gradient_through_score
     assert b.observe(skewed[:0], torch.zeros(0, 1, dtype=torch.int64)).item() == 0
 
 
+def test_aux_loss_is_not_rounded_under_autocast():
+    b, scores = AuxLossBalancer(4, 1, coefficient=0.01), scores_of(100)[:, :4]
+    ids = scores.topk(1).indices
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = b.observe(scores, ids)
+    assert loss.dtype == scores.dtype
+    assert loss.equal(b.observe(scores, ids))
+
+
 def test_a_layer_without_balancing_stops_no_other():
     layers = [Balancer(E, TOP_K).freeze(), QuantileBalancer(E, TOP_K), QuantileBalancer(E, TOP_K)]
     for b in layers:

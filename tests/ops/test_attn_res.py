@@ -270,6 +270,31 @@ def test_two_phases_in_bfloat16_round_once() -> None:
     assert ((got.double() - exact).abs() <= bound).all()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_autocast_changes_nothing_inside(backend: str) -> None:
+    tensors, dout = inputs(3, 5, 16, dtype=torch.float32), torch.randn(5, 16)
+    expected = value_and_gradients(tensors, dout, backend=backend)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = [mix(tensors, backend=backend)]
+        if backend == "chunked":  # the reference leaves its backward pass to autograd, as any equation in torch does
+            got += torch.autograd.grad(got[0], tensors, dout)
+    for g, e in zip(got, expected):
+        assert g.dtype == torch.float32
+        assert torch.equal(g, e)
+
+
+def test_autocast_changes_nothing_in_two_phases() -> None:
+    query, key_weight, *sources = inputs(3, 5, 16, dtype=torch.float32)
+
+    def two_phases() -> Tensor:
+        bank = attn_res_bank(query[None], sources[:2], key_weight[None])
+        return attn_res_merge(bank.of(0), query, sources[2], key_weight)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = two_phases()
+    assert torch.equal(got, two_phases())
+
+
 @pytest.mark.parametrize(
     ("message", "changes"),
     [

@@ -186,8 +186,10 @@ def test_errors_name_what_is_wrong():
         grouped_experts(x, w_gate, w_up, w_gate, ids, weights)
     with pytest.raises(ShapeError, match=r"w_up: expected x's dtype torch.float32, got torch.float64"):
         grouped_experts(x, w_gate, w_up.double(), w_down, ids, weights)
-    with pytest.raises(ShapeError, match=r"ids: expected expert numbers below 4, got 4"):
-        grouped_experts(x, w_gate, w_up, w_down, ids + 1, weights)
+    for backend in ("chunked", "reference"):
+        for wrong, number in ((ids.clamp(min=3) + 1, 4), (ids.clamp(max=0) - 2, -2)):
+            with pytest.raises(ShapeError, match=rf"ids: expected expert numbers from 0 to 3, or -1, got {number}"):
+                grouped_experts(x, w_gate, w_up, w_down, wrong, weights, backend=backend)
     with pytest.raises(ShapeError, match=r"weights: expected \[10, 2\], got \[10, 1\]"):
         grouped_experts(x, w_gate, w_up, w_down, ids, weights[:, :1])
     with pytest.raises(ShapeError, match=r"activation: .*swigl.*do you mean 'swiglu'"):

@@ -352,7 +352,7 @@ class AuxLossBalancer(Balancer):
         fraction = torch.bincount(ids.flatten(), minlength=self.num_experts).to(scores.dtype) / slots
         share = scores / (scores.sum(-1, keepdim=True) + 1e-20)
         mean_share = share.sum(0) / max(share.shape[0], 1)  # 0, not NaN, when every token is padding
-        return self.coefficient * self.num_experts * (fraction @ mean_share)
+        return self.coefficient * self.num_experts * (fraction * mean_share).sum()
 
 
 KINDS: dict[str, Callable[..., Balancer]] = {

@@ -124,10 +124,12 @@ def token_counts(batch: int, length: int, cu: Sequence[int] | None) -> list[int]
 
 def pad_documents(packed: Tensor, counts: Sequence[int]) -> Tensor:
     """`[1, sum counts, ...]` to `[N, max counts, ...]`, zeros behind the shorter ones."""
+    if not counts:
+        return packed.new_zeros(0, 0, *packed.shape[2:])
     documents = packed[0].split(list(counts))
     return torch.nn.utils.rnn.pad_sequence(list(documents), batch_first=True)
 
 
 def unpad_documents(padded: Tensor, counts: Sequence[int]) -> Tensor:
     """The inverse of `pad_documents`."""
-    return torch.cat([row[:n] for row, n in zip(padded, counts)])[None]
+    return torch.cat([padded.flatten(0, 1)[:0], *(row[:n] for row, n in zip(padded, counts))])[None]

@@ -106,7 +106,7 @@ class GatedMLA(nn.Module):
         outputs = [
             causal_attention(a[None], b[None], c[None], self.scale)[0] for a, b, c in zip(rows_q, rows_k, rows_v)
         ]
-        return torch.cat(outputs).view(*q.shape[:3], self.v_dim)
+        return torch.cat([v.flatten(0, 1)[:0], *outputs]).view(*q.shape[:3], self.v_dim)  # even without a document
 
     def _cached_attention(
         self, q: Tensor, latents: Tensor, cache: LatentCache, counts: list[int], packed: bool

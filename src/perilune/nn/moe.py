@@ -12,6 +12,7 @@ from perilune.nn.norm import RMSNorm
 from perilune.nn.precision import at_least_float32
 from perilune.nn.routing import route
 from perilune.ops import grouped_experts
+from perilune.ops.autocast import without_autocast
 
 
 class Router(nn.Module):
@@ -27,7 +28,7 @@ class Router(nn.Module):
         nn.init.uniform_(self.weight, -bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             return torch.sigmoid(at_least_float32(x) @ at_least_float32(self.weight).T)
 
     def extra_repr(self) -> str:

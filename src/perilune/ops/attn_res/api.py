@@ -7,6 +7,7 @@ from torch import Tensor
 from perilune.core.backends import Backends
 from perilune.ops.attn_res import chunked, reference
 from perilune.ops.attn_res.checks import check_sources, check_vector
+from perilune.ops.autocast import without_autocast
 
 BACKENDS = Backends("attn_res")
 BACKENDS.register("chunked", chunked.attn_res)
@@ -33,4 +34,5 @@ def attn_res(
     check_sources(sources)
     check_vector("query", query, sources[0])
     check_vector("key_weight", key_weight, sources[0])
-    return BACKENDS.pick(backend, query, sources, key_weight, eps)(query, sources, key_weight, eps)
+    with without_autocast(sources[0]):
+        return BACKENDS.pick(backend, query, sources, key_weight, eps)(query, sources, key_weight, eps)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from perilune.ops.attn_res import reference
+from perilune.ops.autocast import without_autocast
 from perilune.ops.blocks import as_rows, only_few, row_blocks
 
 
@@ -70,7 +71,8 @@ class AttnRes(torch.autograd.Function):
             along_w = ds * r
             along_v = along_w * s * r / -D
             for i, v in enumerate(block):
-                dw += along_w[i] @ v
+                with without_autocast(v):
+                    dw += along_w[i] @ v
                 dv = (d * a[i].unsqueeze(-1)).addr_(along_w[i], w).addcmul_(v, along_v[i].unsqueeze(-1))
                 as_rows(dsources[i])[first:last] = dv
         dquery = (dw * key_weight.to(compute)).to(query.dtype)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from perilune.core.errors import ShapeError
 from perilune.ops.attn_res.checks import check_sources, check_vector
+from perilune.ops.autocast import without_autocast
 
 
 class Partial(NamedTuple):
@@ -46,11 +47,12 @@ def attn_res_bank(queries: Tensor, sources: Sequence[Tensor], key_weights: Tenso
             )
     compute = torch.promote_types(sources[0].dtype, torch.float32)
     v = torch.stack([source.to(compute) for source in sources])  # [N, ..., D]
-    score = _scores(v, queries.to(compute) * key_weights.to(compute), eps)  # [N, ..., Q]
-    score = score.movedim(-1, 0)  # [Q, N, ...]
-    m = score.amax(1)
-    e = torch.exp(score - m.unsqueeze(1))
-    return Partial(m, e.sum(1), torch.einsum("qn...,n...d->q...d", e, v))
+    with without_autocast(v):
+        score = _scores(v, queries.to(compute) * key_weights.to(compute), eps)  # [N, ..., Q]
+        score = score.movedim(-1, 0)  # [Q, N, ...]
+        m = score.amax(1)
+        e = torch.exp(score - m.unsqueeze(1))
+        return Partial(m, e.sum(1), torch.einsum("qn...,n...d->q...d", e, v))
 
 
 def attn_res_merge(partial: Partial, query: Tensor, source: Tensor, key_weight: Tensor, *, eps: float = 1e-5) -> Tensor:
@@ -73,7 +75,8 @@ def attn_res_merge(partial: Partial, query: Tensor, source: Tensor, key_weight: 
         )
     compute = o.dtype
     v = source.to(compute)
-    s = _scores(v, query.to(compute) * key_weight.to(compute), eps)
+    with without_autocast(v):
+        s = _scores(v, query.to(compute) * key_weight.to(compute), eps)
     top = torch.maximum(m, s)
     old, new = torch.exp(m - top), torch.exp(s - top)
     mixed = old.unsqueeze(-1) * o + new.unsqueeze(-1) * v

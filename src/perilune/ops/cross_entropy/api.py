@@ -5,6 +5,7 @@ from torch import Tensor
 
 from perilune.core.backends import Backends
 from perilune.core.errors import ShapeError
+from perilune.ops.autocast import autocast_dtype, without_autocast
 from perilune.ops.cross_entropy import chunked, reference
 
 IGNORED = -100  # a target that is not predicted
@@ -32,8 +33,7 @@ def linear_cross_entropy(h: Tensor, weight: Tensor, targets: Tensor, *, backend:
         raise ShapeError(
             f"targets: expected int64 [{h.shape[0]}], got {targets.dtype} {list(targets.shape)}; one target a row"
         )
-    if torch.is_autocast_enabled(h.device.type):
-        dtype = torch.get_autocast_dtype(h.device.type)
+    if (dtype := autocast_dtype(h)) is not None:
         h, weight = h.to(dtype), weight.to(dtype)
-    with torch.autocast(h.device.type, enabled=False):
+    with without_autocast(h):
         return BACKENDS.pick(backend, h, weight, targets, IGNORED)(h, weight, targets, IGNORED)

@@ -1,10 +1,10 @@
 """The public function."""
 
-import torch
 from torch import Tensor
 
 from perilune.core.backends import Backends
 from perilune.core.errors import ShapeError, nearest
+from perilune.ops.autocast import autocast_dtype, without_autocast
 from perilune.ops.grouped_experts.activation import Activation
 from perilune.ops.grouped_experts.chunked import grouped_experts_chunked
 from perilune.ops.grouped_experts.reference import grouped_experts_reference
@@ -43,9 +43,8 @@ def grouped_experts(
 
     Raises ShapeError on shapes, dtypes or ids that do not fit, BackendError on an unknown backend.
     """
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        with torch.autocast(x.device.type, enabled=False):
+    if (dtype := autocast_dtype(x)) is not None:
+        with without_autocast(x):
             x, w_gate, w_up, w_down = (t.to(dtype) for t in (x, w_gate, w_up, w_down))
             return grouped_experts(
                 x, w_gate, w_up, w_down, ids, weights,
@@ -77,5 +76,11 @@ def _check(
             raise ShapeError(f"{name}: expected x's dtype {x.dtype}, got {w.dtype}; cast one of them")
     if ids.dim() != 2 or ids.shape[0] != M or ids.dtype.is_floating_point:
         raise ShapeError(f"ids: expected integers [{M}, top_k], got {ids.dtype} {list(ids.shape)}; one row a token")
+    low, high = (x.item() for x in ids.aminmax()) if ids.numel() else (0, 0)
+    if low < -1 or high >= E:
+        raise ShapeError(
+            f"ids: expected expert numbers from 0 to {E - 1}, or -1, got {low if low < -1 else high}; "
+            "route among the experts given"
+        )
     if weights.shape != ids.shape:
         raise ShapeError(f"weights: expected {list(ids.shape)}, got {list(weights.shape)}; one for every id")

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from perilune.core.backends import Backends
 from perilune.core.errors import ShapeError
+from perilune.ops.autocast import without_autocast
 from perilune.ops.kda.chunked import chunked
 from perilune.ops.kda.gate import Gate
 from perilune.ops.kda.reference import recurrence, step, working_dtype
@@ -62,7 +63,7 @@ def kda(
     _check(q, k, v, g, beta, ("B", "T"), gate)
     cu = boundaries(cu_seqlens, q.shape[0], q.shape[1])
     _check_state(initial_state, "initial_state", q.shape[0] if cu is None else len(cu) - 1, q, v)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         q, k, g, beta = _activate(q, k, v, g, beta, gate, normalize_qk, beta_logits)
         options = {
             "scale": q.shape[-1] ** -0.5 if scale is None else scale,
@@ -95,7 +96,7 @@ def kda_step(
     """
     _check(q, k, v, g, beta, ("B",), gate)
     _check_state(state, "state", q.shape[0], q, v)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         q, k, g, beta = _activate(q, k, v, g, beta, gate, normalize_qk, beta_logits)
         dtype = working_dtype(q, k, v, g, beta, state)
         scale = q.shape[-1] ** -0.5 if scale is None else scale

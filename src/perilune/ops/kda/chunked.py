@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from perilune.ops.autocast import without_autocast
 from perilune.ops.kda.blocks import cover, sum_from_, sum_through_
 from perilune.ops.kda.layout import Layout, Part, lay_out
 from perilune.ops.kda.reference import working_dtype
@@ -79,7 +80,7 @@ class _Chunked(torch.autograd.Function):
         grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
         tokens, dtokens = Tokens.of(layout, *inputs), Tokens.of(layout, *grads)
         do, dstate = layout.view(do), layout.sort(dfinal, dfinal.dtype)
-        with torch.autocast(do.device.type, enabled=False):
+        with without_autocast(do):
             for part, state in zip(reversed(layout.parts), reversed(kept)):
                 rows = backward_part(part, tokens, ctx.scale, ctx.floor, state.clone(), do, dstate)
                 for x, grad in zip(dtokens, rows):
