@@ -130,6 +130,31 @@ def test_save_and_load_keep_everything(bpe: ByteBPE, tmp_path: Path) -> None:
         np.testing.assert_array_equal(again.byte_lengths(), bpe.byte_lengths())
 
 
+def test_ids_with_gaps_between_them_are_those_of_the_file(tmp_path: Path) -> None:
+    names = ["<|endoftext|>", "<|open|>", "<|sep|>", "<|close|>"]
+    bpe = ByteBPE.train([MIXED], 256 + len(names), special_tokens=names[1:])
+    file = bpe.save(tmp_path)
+    content = json.loads(file.read_text())
+    first = bpe.eos_id
+    places = dict(zip(names, (first, first + 1, first + 4, first + 9)))
+    for token in content["added_tokens"]:
+        token["id"] = places[token["content"]]
+    file.write_text(json.dumps(content))
+    loaded = ByteBPE.load(file)
+    assert {name: loaded.special_ids[name] for name in names} == places
+    assert loaded.vocab_size == first + 10
+    assert loaded.encode(MIXED) == bpe.encode(MIXED)
+    assert loaded.decode([places["<|sep|>"]]) == "<|sep|>"
+    assert loaded.decode([first + 2, first + 8], skip_special=True) == ""  # reserved, not an error
+    assert loaded.byte_lengths()[first:].tolist() == [0] * 10
+    loaded.save(tmp_path / "again")
+    assert ByteBPE.load(tmp_path / "again").special_ids == loaded.special_ids
+    content["added_tokens"][0]["id"] = 3  # a byte's
+    file.write_text(json.dumps(content))
+    with pytest.raises(DataError, match="cannot have the id 3"):
+        ByteBPE.load(file)
+
+
 def test_what_is_no_byte_level_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"expected a tokenizer\.json, found none"):
         ByteBPE.load(tmp_path)

@@ -65,9 +65,10 @@ def test_uneven_loads(counts, dtype):
             assert bool((gradient[expert] == 0).all()) == (count == 0), expert
 
 
-def test_float32_widths_that_no_grouped_kernel_takes():
-    x, weights, ids = torch.randn(60, 7), torch.rand(60, 2), torch.rand(60, 5).topk(2).indices
-    matrices = weights_of(5, 7, 3, torch.float32)
+@pytest.mark.parametrize(("D", "F"), [(7, 3), (1, 1), (1, 4), (4, 1), (8, 2)])
+def test_float32_widths_that_no_grouped_kernel_takes(D, F):
+    x, weights, ids = torch.randn(60, D), torch.rand(60, 2), torch.rand(60, 5).topk(2).indices
+    matrices = weights_of(5, D, F, torch.float32)
     assert_same(run(x, matrices, ids, weights, "chunked"), run(x, matrices, ids, weights, "reference"), 1e-5)
 
 

@@ -4,6 +4,7 @@ Bytes are never normalised, so that bits per token turn into bits per byte exact
 text that spells one stays text.
 """
 
+import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -94,7 +95,7 @@ class ByteBPE:
         if not file.is_file():
             raise DataError(f"{path}: expected a {FILE}, found none; train a tokenizer or check the path")
         try:
-            tokenizer = Tokenizer.from_file(str(file))
+            tokenizer = _from_json(file.read_text(encoding="utf-8"))
         except Exception as error:  # the library raises nothing narrower
             raise DataError(f"{file}: expected a tokenizer, got what cannot be read ({error}); save it anew") from None
         return cls(tokenizer)
@@ -158,6 +159,24 @@ class ByteBPE:
     def byte_lengths(self) -> np.ndarray:
         """`[vocab_size]` int64: how many bytes of text each token stands for; a special one stands for none."""
         return self._lengths.copy()
+
+
+def _from_json(text: str) -> Tokenizer:
+    """The tokenizer in a `tokenizer.json`, every token at the id that the file gives it.
+
+    The library numbers added tokens one after the other, whatever the file says, so gaps are filled with reserved ones.
+    """
+    contents = json.loads(text)
+    ids = {token["id"]: token for token in contents["added_tokens"]}
+    taken = ids.keys() | set(contents["model"]["vocab"].values())
+    for index in set(range(max(taken))) - taken:
+        flags = {"special": True} | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        ids[index] = {"id": index, "content": f"<|reserved_{index}|>", **flags}
+    tokenizer = Tokenizer.from_str(json.dumps({**contents, "added_tokens": [ids[index] for index in sorted(ids)]}))
+    for index, token in ids.items():
+        if tokenizer.token_to_id(token["content"]) != index:
+            raise ValueError(f"{token['content']} cannot have the id {index}")
+    return tokenizer
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -40,7 +40,9 @@ def _kernel_serves(*operands: Tensor) -> bool:
 
 
 def _aligned(x: Tensor) -> bool:
-    return all(stride == 1 or stride * x.element_size() % 16 == 0 for stride in x.stride())
+    """Whether one axis is contiguous and the others step by multiples of 16 bytes."""
+    *others, innermost = sorted(x.stride(), reverse=True)
+    return innermost == 1 and all(stride * x.element_size() % 16 == 0 for stride in others)
 
 
 def _ends(counts: Tensor) -> Tensor:
