@@ -77,7 +77,7 @@ def _k3_class(
 
 
 def nano() -> K3Config:
-    """2.4M parameters: every mechanism at a size that two CPU cores train in minutes."""
+    """2.3M parameters: every mechanism at a size that two CPU cores train in minutes."""
     return _k3_class(
         width=128, layers=4, vocab=2048, heads=4, head_dim=32, q_rank=64, kv_rank=64, nope=24, rope=8,
         experts=64, top_k=4, shared=1, expert_width=32, latent=64, dense=256, block=2,
@@ -85,7 +85,7 @@ def nano() -> K3Config:
 
 
 def small() -> K3Config:
-    """0.13B parameters, 32M active."""
+    """0.12B parameters, 32M active."""
     return _k3_class(
         width=512, layers=8, vocab=16384, heads=4, q_rank=192, kv_rank=256,
         experts=64, top_k=4, shared=1, expert_width=256, latent=256, dense=1536, block=4,
