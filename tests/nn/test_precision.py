@@ -52,6 +52,14 @@ def test_named_tensors_follow_wider_dtypes_and_devices():
     assert (m.coarse.device.type, m.coarse.dtype) == ("meta", torch.bfloat16)
 
 
+def test_named_tensors_survive_loading_that_takes_the_files_dtype():
+    m = nn.Sequential(Kept())
+    m.load_state_dict({name: t.bfloat16() for name, t in m.state_dict().items()}, assign=True)
+    assert m[0].weight.dtype == m[0].table.dtype == torch.float32
+    assert m[0].coarse.dtype == torch.bfloat16
+    assert m[0].weight.requires_grad
+
+
 def test_gradients_go_with_their_parameters():
     m = Kept()
     (m.weight.sum() * FINE + m.coarse.sum()).backward()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from perilune.core.errors import CheckpointError, ConfigError, nearest
 from perilune.nn.load import LoadWindow
-from perilune.nn.precision import Float32Parameters, at_least_float32
+from perilune.nn.precision import Float32Parameters
 from perilune.ops.quantile_bias import bias_from_histogram, quantile_bias, rebin, score_histogram
 
 
@@ -120,10 +120,6 @@ class Balancer(Float32Parameters):
                 f"training_state: expected {list(self.state_names)} of {type(self).__name__}, got {sorted(unknown)}; "
                 "load it into the kind of balancer that wrote it"
             )
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        self.bias = at_least_float32(self.bias)  # `assign=True` takes the file's dtype
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, top_k={self.top_k}"

@@ -13,7 +13,8 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 class Float32Parameters(nn.Module):
-    """A module whose parameters and buffers named in `float32` survive `.bfloat16()`, `.half()` and `.to(dtype)`.
+    """A module whose parameters and buffers named in `float32` survive `.bfloat16()`, `.half()`, `.to(dtype)` and
+    loading with `assign=True`.
 
     They follow the device, and they follow `.double()`.  Which tensors a K3-class model keeps so: the decay's `A_log`
     and `dt_bias`, convolution filters, KDA's output norm, the router's selection bias.
@@ -34,3 +35,7 @@ class Float32Parameters(nn.Module):
             return t.to(new.device, torch.float32) if fell else new
 
         return super()._apply(keeping, recurse=False)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._apply(lambda t: t, recurse=False)  # `assign=True` took the file's dtype

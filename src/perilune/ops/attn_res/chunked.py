@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from perilune.ops.attn_res import reference
 from perilune.ops.autocast import without_autocast
 from perilune.ops.blocks import as_rows, only_few, row_blocks
+from perilune.ops.first_order import first_order
 
 
 def attn_res(query: Tensor, sources: Sequence[Tensor], key_weight: Tensor, eps: float) -> Tensor:
@@ -46,7 +46,7 @@ class AttnRes(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         """With a the weights, s the scores, r the inverse norms and w = query * key_weight, for each row:
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from perilune.ops.blocks import CPU_BLOCK, DEVICE_BLOCK
+from perilune.ops.first_order import first_order
 
 LEAST_ROWS = 64  # a block of fewer would read the weight more often than it is worth
 
@@ -47,7 +47,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         dh, dw = ctx.saved_tensors
         return *(None if g is None else g * grad.to(g.dtype) for g in (dh, dw)), None, None

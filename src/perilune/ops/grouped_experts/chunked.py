@@ -4,9 +4,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding_bag
 
+from perilune.ops.first_order import first_order
 from perilune.ops.grouped_experts.activation import Activation, GatedActivation
 from perilune.ops.grouped_experts.products import grouped_outer, grouped_product
 
@@ -93,7 +93,7 @@ class _GroupedExperts(torch.autograd.Function):
         return _sum_to_tokens(y.to(wide), row, start, p).to(x.dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, w_gate, w_up, w_down, weights, gate, raised, slot, token, counts, row, start = ctx.saved_tensors
         wide = torch.promote_types(x.dtype, torch.float32)

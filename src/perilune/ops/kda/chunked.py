@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from perilune.ops.autocast import without_autocast
+from perilune.ops.first_order import first_order
 from perilune.ops.kda.blocks import cover, sum_from_, sum_through_
 from perilune.ops.kda.layout import Layout, Part, lay_out
 from perilune.ops.kda.reference import working_dtype
@@ -73,7 +73,7 @@ class _Chunked(torch.autograd.Function):
         return o, layout.unsort(state, q.shape[2])
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, do: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
         layout, saved = ctx.layout, ctx.saved_tensors  # read once: activation checkpointing refuses a second time
         inputs, kept = saved[:5], saved[5:]

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad, silu
 
 from perilune.ops.blocks import row_blocks
+from perilune.ops.first_order import first_order
 
 
 def short_conv(
@@ -109,7 +109,7 @@ class ShortConv(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """With u before the activation, du its gradient and s = W-1-j how far tap j reaches back:
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from perilune.ops.blocks import as_rows, only_few, row_blocks
+from perilune.ops.first_order import first_order
 from perilune.ops.situ_glu import reference
 
 
@@ -36,7 +36,7 @@ class SituGLU(torch.autograd.Function):
         return _by_blocks(value, (gate, up), outputs=1)[0]
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
         """With t = tanh(g / b1), s = sigmoid(g), r = tanh(u / b2):
 
@@ -66,7 +66,7 @@ class SwiGLU(torch.autograd.Function):
         return _by_blocks(value, (gate, up), outputs=1)[0]
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
         """With s = sigmoid(g): dg = dy u s [1 + g (1 - s)]        du = dy g s"""
 
