@@ -69,8 +69,6 @@ class Role:
     weight_decay: bool = True
     lr_scale: float = 1.0
     """Factor on the learning rate."""
-    note: str = ""
-    """Why, for the reader of the table."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("muon", "adamw"):
@@ -100,11 +98,11 @@ class Roles(dict[str, Role]):
                 continue
             pattern = next((p for p in muon if fnmatchcase(name, p)), None)
             if pattern is not None:
-                roles[name] = Role(param, "muon", muon[pattern], note=pattern)
+                roles[name] = Role(param, "muon", muon[pattern])
                 used.add(pattern)
                 continue
             decaying = [p for p in decay if fnmatchcase(name, p)]
-            roles[name] = Role(param, "adamw", weight_decay=bool(decaying), note=", ".join(decaying))
+            roles[name] = Role(param, "adamw", weight_decay=bool(decaying))
             used.update(decaying)
         for pattern in (*muon, *decay):
             if pattern not in used:
