@@ -150,6 +150,16 @@ def test_a_call_may_bring_no_token(k3):
     assert_close(k3(tokens[:, 5:], cache=cache).logits, k3(tokens).logits[:, 5:])
 
 
+@torch.enable_grad()
+def test_gradients_go_through_a_cache(k3):
+    tokens, parameters = ids(2, 9), list(k3.parameters())
+    expected = torch.autograd.grad(k3(tokens).logits.square().sum(), parameters)
+    cache = k3.new_cache(2)
+    pieces = [k3(part, cache=cache).logits for part in tokens.split([4, 1, 4], 1)]
+    for got, whole in zip(torch.autograd.grad(torch.cat(pieces, 1).square().sum(), parameters), expected):
+        assert_close(got, whole, 1e-10, "gradient")
+
+
 def test_a_call_may_bring_no_sequence(k3):
     for call in ({}, {"cache": k3.new_cache(0)}):
         assert k3(ids(0, 7), **call).logits.shape == (0, 7, 50)

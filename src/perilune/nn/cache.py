@@ -62,6 +62,8 @@ class LatentCache:
         lengths = [n + c for n, c in zip(self.lengths, counts)]
         self._reserve(new, max(lengths, default=0))
         assert self.latents is not None
+        if torch.is_grad_enabled() and self.latents.requires_grad:
+            self.latents = self.latents.clone()  # the graph of an earlier call holds the old ones
         if len(set(self.lengths)) == 1 and len(set(counts)) == 1:  # the common case: all sequences in step
             self.latents[:, self.lengths[0] : lengths[0]] = new[:, : counts[0]]
         else:
