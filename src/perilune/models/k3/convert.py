@@ -113,7 +113,7 @@ def load(cls: type["K3Model"], folder: Path, dtype: torch.dtype | None) -> "K3Mo
             with open_shard(path) as shard:
                 for name in names:
                     views[name].copy_(from_stored(name, shard.get_tensor(stored[name][1]), views[name]))
-    return model
+    return model.eval()
 
 
 def released_name(stored: str) -> str:

@@ -216,7 +216,7 @@ class K3Model(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, *, dtype: torch.dtype | None = None) -> "K3Model":
-        """The model in `folder`: `config.json` and safetensors with the released names."""
+        """The model in `folder`, in eval mode: `config.json` and safetensors with the released names."""
         from perilune.models.k3.convert import load
 
         return load(cls, Path(folder), dtype)
