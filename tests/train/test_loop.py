@@ -56,6 +56,9 @@ def test_a_seed_decides_every_bit(train):
     assert same(weights(first), weights(second))
     assert [line["losses"] for line in lines] != [line["losses"] for line in lines_other]
     assert not same(weights(first), weights(other))
+    fresh = [Trainer(run(seed=s), corpus()).batches.next().input_ids for s in (3, 3, 4)]
+    assert torch.equal(fresh[0], fresh[1])
+    assert not torch.equal(fresh[0], fresh[2])  # other weights, and other text first
 
 
 def test_losses_fall_on_text_that_repeats_itself(train):
@@ -166,6 +169,21 @@ def test_a_step_without_a_number_changes_nothing(where, kind):
     undo()  # and the run goes on as if the step had not been
     assert trainer.step(two) == other.step(two)
     assert same(weights(trainer), weights(other))
+
+
+def test_adamw_has_a_rate_of_its_own():
+    """A model of AdamW's parameters moves by its peak, which at the first step is all that Adam's update has."""
+    moves = []
+    for rate in (None, 5e-3):
+        trainer = Trainer(run(optimizer=OptimizerConfig(adamw_lr=rate, weight_decay=0.0, qk_clip=None)), corpus())
+        before = weights(trainer)
+        trainer.step(trainer.batches.next())
+        after = weights(trainer)
+        moves.append({name: float((after[name] - before[name]).abs().max()) for name in after})
+    adamw, muon = "model.norm.weight", "model.layers.0.self_attn.o_proj.weight"
+    assert moves[0][adamw] == pytest.approx(1e-2, rel=1e-3)
+    assert moves[1][adamw] == pytest.approx(2.5e-3, rel=1e-3)
+    assert moves[0][muon] == moves[1][muon] > 0
 
 
 # what is done beside the optimizer
