@@ -24,7 +24,7 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@touch $@ $(VENV)/.installed
 
 demo: setup      ## train the nano model on this machine's own Python library and look at it
-	$(BIN)/perilune train nano --out $(RUN)
+	$(BIN)/perilune train nano --out $(RUN) --overwrite
 
 lint: setup-dev
 	$(BIN)/ruff check .

@@ -114,9 +114,6 @@ def one_line(error: Exception) -> str | None:
 
 def entry() -> NoReturn:
     """The installed command."""
-    # Threads that wait for each other spin for a moment, then sleep.  The default, to spin on, makes a step a hundred
-    # times slower when another program wants the same cores.
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     code = main()
     try:
         print(end="", flush=True)
