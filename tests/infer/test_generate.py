@@ -213,3 +213,17 @@ def test_only_tokens_of_the_tokenizer_are_drawn():
     assert set(text) <= {"a", "b"}
     tokens = list(stream(scripted, ids(1, 3), 50, sampling=Sampling(), seed=0))
     assert max(int(token) for token in tokens) > 2
+
+
+def test_a_space_at_the_end_of_the_prompt_belongs_to_the_next_word():
+    tokenizer = ByteBPE.train([" moon rise" * 9], vocab_size=270)
+    (space,), (moon, *_) = tokenizer.encode(" "), tokenizer.encode(" moon")
+    assert tokenizer.decode([moon]).startswith(" m")
+    scripted = Scripted([moon, moon], vocab=tokenizer.vocab_size)
+    got = "".join(stream_text(scripted, tokenizer, "x ", 2, sampling=GREEDY))
+    assert got == tokenizer.decode([moon, moon])[1:]  # the prompt has shown the first space
+    assert scripted.read[0] == [[tokenizer.eos_id, *tokenizer.encode("x")]]
+    drawn = {next(stream_text(Scripted(vocab=tokenizer.vocab_size), tokenizer, "x ", 1, seed=s), "") for s in range(40)}
+    allowed = [tokenizer.decode([i])[1:] for i in range(tokenizer.vocab_size) if tokenizer.decode([i]).startswith(" ")]
+    assert drawn <= set(allowed)
+    assert space in range(tokenizer.vocab_size)

@@ -20,11 +20,13 @@ def stream(
     sampling: Sampling = Sampling(),
     seed: int | None = None,
     vocab_size: int | None = None,
+    first: Tensor | None = None,
 ) -> Iterator[Tensor]:
     """Yields the next tokens `[B]` of the prompts `[B, T]`, one step after another.
 
-    Only ids below `vocab_size` are drawn: a model may have more rows than its tokenizer has tokens.  The model is left
-    as it was after every step, so that streams may take turns.
+    Only ids below `vocab_size` are drawn: a model may have more rows than its tokenizer has tokens.  `first`, bool over
+    the vocabulary, is what the first step may take.  The model is left as it was after every step, so that streams may
+    take turns.
     """
     if prompt.dim() != 2 or prompt.shape[1] == 0:
         raise ShapeError(
@@ -36,6 +38,8 @@ def stream(
     for _ in range(max_new_tokens):
         with evaluating(model):
             logits = model(tokens, cache=cache).logits[:, -1, :vocab_size]
+        if first is not None:
+            logits, first = logits.masked_fill(~first, -torch.inf), None
         following = sample(logits, sampling, generator)
         yield following
         tokens = following[:, None]
