@@ -61,13 +61,14 @@ def run(args: argparse.Namespace) -> int:
     write_json(folder / "result.json", result)
     show_result(result, console)
     show_samples(trainer, console)
-    show_next(folder, args.recipe, console)
+    show_next(folder, [args.recipe, *args.changes], console)
     return 0
 
 
-def show_next(folder: Path, recipe: str, console: "Console") -> None:
-    """What to try now, as it can be typed here."""
+def show_next(folder: Path, recipe: list[str], console: "Console") -> None:
+    """What to try now, as it can be typed here.  `recipe` is its name and what was changed in it."""
     import os
+    import shlex
     import shutil
     import sys
 
@@ -76,7 +77,7 @@ def show_next(folder: Path, recipe: str, console: "Console") -> None:
         f"\nSaved in {folder}. Next:\n"
         f'  {command} generate {folder} --prompt "def "\n'
         f"  {command} eval {folder}\n"
-        f"  {command} train {recipe} seed=1 --out {folder}-seed1\n"
+        f"  {command} train {shlex.join(recipe)} seed=1 --out {folder}-seed1\n"
         f"  {command} plan k3",
         markup=False,
         soft_wrap=True,

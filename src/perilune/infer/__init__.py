@@ -1,1 +1,4 @@
-"""Running models: sampling and generation."""
+"""Running models: sampling (`sampler`), tokens (`generate`), text (`text`).
+
+>>> from perilune.infer.text import stream_text
+"""
