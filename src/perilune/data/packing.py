@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from perilune.core.errors import ConfigError, DataError
-
-IGNORE = -100
+from perilune.ops.cross_entropy import IGNORED as IGNORE
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from perilune.core.errors import ShapeError
+from perilune.nn.precision import at_least_float32
 
 
 def stable_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -15,7 +16,7 @@ def stable_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     E = scores.shape[-1]
     if not 1 <= k <= E:
         raise ShapeError(f"k: expected 1 to {E}, got {k}; choose among the scores there are")
-    keys = scores.detach().to(torch.promote_types(scores.dtype, torch.float32))
+    keys = at_least_float32(scores.detach())
     if keys.dtype == torch.float64:
         ids = keys.sort(dim=-1, descending=True, stable=True).indices[..., :k]
     else:
@@ -54,7 +55,7 @@ def route(
     Returns (ids `[..., top_k]` int64, by falling s + b, ties to the lowest index; weights `[..., top_k]`, float32 or
     float64).  Gradients reach `scores` through the weights; bias gets none.  Raises ShapeError.
     """
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    scores = at_least_float32(scores)
     biased = scores.detach() + bias.detach()
     if num_groups > 1:
         biased = _only_best_groups(biased, top_k, num_groups, topk_group)
