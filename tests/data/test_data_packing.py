@@ -1,3 +1,4 @@
+import json
 from collections import Counter
 from itertools import chain, pairwise
 
@@ -8,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perilune.core.errors import ConfigError, DataError
-from perilune.data.packing import IGNORE, Batch, PackedBatches, evaluation_batches
+from perilune.data.mixture import Mixture
+from perilune.data.packing import IGNORE, Batch, PackedText, evaluation_batches
 
 LENGTHS = [5, 1, 23, 8, 13, 2, 40]  # seven documents, 92 tokens
 
@@ -29,7 +31,21 @@ def pieces_of(lengths: list[int], context: int) -> list[tuple[list[int], list[in
     return pieces
 
 
-def read(batches: PackedBatches, count: int) -> list[Batch]:
+def mixture(
+    documents: list[np.ndarray], tokens: int, context: int, seed: int = 0, *, rank: int = 0, ranks: int = 1
+) -> Mixture:
+    batches = Mixture({"text": PackedText(documents, seed)}, rank=rank, ranks=ranks)
+    batches.begin({"text": 1.0}, tokens=tokens, context=context)
+    return batches
+
+
+def place(batches: Mixture) -> tuple[int, int]:
+    """(epoch, offset)"""
+    state = batches.state_dict()["streams"]["text"]
+    return state["epoch"], state["offset"]
+
+
+def read(batches: Mixture, count: int) -> list[Batch]:
     return [batches.next() for _ in range(count)]
 
 
@@ -43,7 +59,7 @@ def same(a: Batch, b: Batch) -> bool:
 
 def whole_epochs(lengths: list[int], context: int, seed: int, epochs: int) -> list[list[tuple[list[int], list[int]]]]:
     """The pieces (ids, labels) of each epoch in order, from batches that hold an epoch each."""
-    batches = PackedBatches(make_documents(lengths), sum(lengths), context, seed)
+    batches = mixture(make_documents(lengths), sum(lengths), context, seed)
     return [
         [
             (batch.input_ids[0, a:b].tolist(), batch.labels[0, a:b].tolist())
@@ -63,7 +79,7 @@ def test_batches_are_the_stream_cut(lengths: list[int], a: int, b: int, seed: in
     for epoch in whole_epochs(lengths, context, seed, epochs=4):
         assert sorted(epoch) == sorted(pieces_of(lengths, context))
         stream += [(x, y, i == 0) for ids, labels in epoch for i, (x, y) in enumerate(zip(ids, labels))]
-    batches = PackedBatches(make_documents(lengths), tokens, context, seed)
+    batches = mixture(make_documents(lengths), tokens, context, seed)
     for begin in range(0, len(stream) - tokens, tokens):
         batch = batches.next()
         row = stream[begin : begin + tokens]
@@ -74,16 +90,16 @@ def test_batches_are_the_stream_cut(lengths: list[int], a: int, b: int, seed: in
 
 
 def test_shapes_and_types() -> None:
-    batch = PackedBatches(make_documents(LENGTHS), 16, 8).next()
+    batch = mixture(make_documents(LENGTHS), 16, 8).next()
     assert batch.input_ids.shape == batch.labels.shape == (1, 16)
     assert batch.input_ids.dtype == batch.labels.dtype == batch.cu_seqlens.dtype == torch.int64
 
 
 def test_an_epoch_holds_every_token_once() -> None:
     documents = make_documents(LENGTHS)  # 92 tokens = 4 batches of 23
-    batches = PackedBatches(documents, 23, 10, seed=1)
+    batches = mixture(documents, 23, 10, seed=1)
     for epoch in range(3):
-        assert batches.epoch == epoch
+        assert place(batches) == (epoch, 0)
         ids = Counter(torch.cat([batch.input_ids[0] for batch in read(batches, 4)]).tolist())
         assert ids == Counter(range(92))
 
@@ -104,60 +120,59 @@ def test_the_order_is_the_same_everywhere() -> None:
 def test_a_step_sees_many_documents() -> None:
     """Pieces of one long document do not follow each other: steps would be of one kind, and learning slow."""
     lengths = [640] * 10
-    batch = PackedBatches(make_documents(lengths), 640, 64, seed=0).next()
+    batch = mixture(make_documents(lengths), 640, 64, seed=0).next()
     documents = (batch.input_ids[0] // 640).unique()
     assert len(documents) >= 5
 
 
 def test_resume_at_every_step_of_three_epochs() -> None:
     documents = make_documents(LENGTHS)
-    straight = PackedBatches(documents, 14, 9, seed=2)  # 20 batches of 14 are just over three epochs of 92
+    straight = mixture(documents, 14, 9, seed=2)  # 20 batches of 14 are just over three epochs of 92
     states, expected = [], []
     for _ in range(25):
-        states.append(dict(straight.state_dict()))
+        states.append(json.dumps(straight.state_dict()))
         expected.append(straight.next())
     for step in range(1, 21):
-        resumed = PackedBatches(documents, 14, 9, seed=2)
-        assert all(isinstance(value, int) for value in states[step].values())
-        resumed.load_state_dict(states[step])
+        resumed = mixture(documents, 14, 9, seed=2)
+        resumed.load_state_dict(json.loads(states[step]))
         assert all(same(a, b) for a, b in zip(read(resumed, 25 - step), expected[step:]))
 
 
 def test_another_batch_size_goes_on_where_the_last_one_stopped() -> None:
     documents = make_documents(LENGTHS)
-    reference = torch.cat([batch.input_ids[0] for batch in read(PackedBatches(documents, 4, 4), 92)])
-    batches = PackedBatches(documents, 12, 4)
+    reference = torch.cat([batch.input_ids[0] for batch in read(mixture(documents, 4, 4), 92)])
+    batches = mixture(documents, 12, 4)
     ids = [batch.input_ids[0] for batch in read(batches, 5)]
-    batches.resize(tokens=31, context=4)
+    batches.begin({"text": 1.0}, tokens=31, context=4)
     ids += [batch.input_ids[0] for batch in read(batches, 3)]
-    larger = PackedBatches(documents, 50, 4)  # another process
+    larger = mixture(documents, 50, 4)  # another process
     larger.load_state_dict(batches.state_dict())
     ids += [batch.input_ids[0] for batch in read(larger, 2)]
     assert torch.equal(torch.cat(ids), reference[: 5 * 12 + 3 * 31 + 2 * 50])
 
 
 def test_another_context_keeps_the_place_and_cuts_other_pieces() -> None:
-    batches = PackedBatches(make_documents(LENGTHS), 12, 4)
+    batches = mixture(make_documents(LENGTHS), 12, 4)
     read(batches, 5)
-    batches.resize(tokens=40, context=40)
-    assert batches.position == 60
+    batches.begin({"text": 1.0}, tokens=40, context=40)
+    assert place(batches) == (0, 60)
     lengths = [b - a for batch in read(batches, 4) for a, b in pairwise(batch.cu_seqlens.tolist())]
     assert max(lengths) > 4
-    assert batches.position == 60 + 4 * 40
+    assert place(batches) == divmod(60 + 4 * 40, 92)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_readers_share_no_token(ranks: int) -> None:
     documents = make_documents(LENGTHS)
-    single = read(PackedBatches(documents, 10, 6, seed=4), 12 * ranks)
-    readers = [PackedBatches(documents, 10, 6, seed=4, rank=rank, ranks=ranks) for rank in range(ranks)]
+    single = read(mixture(documents, 10, 6, seed=4), 12 * ranks)
+    readers = [mixture(documents, 10, 6, seed=4, rank=rank, ranks=ranks) for rank in range(ranks)]
     for step in range(12):
         assert len({str(reader.state_dict()) for reader in readers}) == 1
         for rank, reader in enumerate(readers):
             assert same(reader.next(), single[step * ranks + rank])
-    alone = PackedBatches(documents, 10, 6, seed=4)  # another number of readers takes over
+    alone = mixture(documents, 10, 6, seed=4)  # another number of readers takes over
     alone.load_state_dict(readers[1].state_dict())
-    assert alone.position == 12 * ranks * 10
+    assert place(alone) == divmod(12 * ranks * 10, 92)
 
 
 def test_masks_come_from_lengths_not_ids() -> None:
@@ -166,7 +181,7 @@ def test_masks_come_from_lengths_not_ids() -> None:
     documents = [rng.integers(0, 3, size=n) for n in LENGTHS]
     renamed = [np.array([7, 0, 9])[document] for document in documents]
     names = torch.tensor([7, 0, 9])
-    for a, b in zip(read(PackedBatches(documents, 30, 8), 9), read(PackedBatches(renamed, 30, 8), 9)):
+    for a, b in zip(read(mixture(documents, 30, 8), 9), read(mixture(renamed, 30, 8), 9)):
         assert torch.equal(a.cu_seqlens, b.cu_seqlens)
         assert torch.equal(names[a.input_ids], b.input_ids)
         assert torch.equal(a.labels == IGNORE, b.labels == IGNORE)
@@ -175,7 +190,7 @@ def test_masks_come_from_lengths_not_ids() -> None:
 
 
 def test_a_document_longer_than_many_batches() -> None:
-    batches = read(PackedBatches(make_documents([96]), 16, 16), 6)
+    batches = read(mixture(make_documents([96]), 16, 16), 6)
     ids = torch.cat([b.input_ids[0] for b in batches])
     assert sorted(ids.tolist()) == list(range(96))
     labels = torch.cat([b.labels[0] for b in batches])
@@ -203,32 +218,35 @@ def test_mistakes_are_refused() -> None:
     documents = make_documents(LENGTHS)
     for empty in ([], [np.array([], dtype=np.int64)]):
         with pytest.raises(DataError, match="documents: expected at least one token"):
-            PackedBatches(empty, 8, 8)
+            mixture(empty, 8, 8)
     for wrong in (np.zeros(3), np.zeros((2, 2), dtype=int)):
         with pytest.raises(DataError, match="documents: expected 1-D arrays of integers"):
             evaluation_batches([wrong], 8, 8)
     with pytest.raises(ConfigError, match=r"tokens: expected at least 9 \(context\), got 8"):
-        PackedBatches(documents, 8, 9)
+        mixture(documents, 8, 9)
     with pytest.raises(ConfigError, match="context: expected at least 1, got 0"):
         evaluation_batches(documents, 0, 8)
     with pytest.raises(ConfigError, match="rank: expected 0 to 1, got 2"):
-        PackedBatches(documents, 8, 8, rank=2, ranks=2)
+        mixture(documents, 8, 8, rank=2, ranks=2)
 
 
 def test_another_stream_is_not_resumed() -> None:
     documents = make_documents(LENGTHS)
-    state = PackedBatches(documents, 8, 8, seed=1).state_dict()
-    with pytest.raises(DataError, match="seed: expected 1 as when saved, got 2"):
-        PackedBatches(documents, 8, 8, seed=2).load_state_dict(state)
-    with pytest.raises(DataError, match="documents: expected 7 as when saved, got 6"):
-        PackedBatches(documents[:6], 8, 8, seed=1).load_state_dict(state)
-    with pytest.raises(DataError, match="stream_tokens: expected 92 as when saved, got 91"):
-        PackedBatches([*documents[:6], documents[6][1:]], 8, 8, seed=1).load_state_dict(state)
+    state = mixture(documents, 8, 8, seed=1).state_dict()
+    with pytest.raises(DataError, match="text: seed: expected 1 as when saved, got 2"):
+        mixture(documents, 8, 8, seed=2).load_state_dict(state)
+    with pytest.raises(DataError, match="text: documents: expected 7 as when saved, got 6"):
+        mixture(documents[:6], 8, 8, seed=1).load_state_dict(state)
+    changed = [*documents[:6], documents[6] + 1]
+    with pytest.raises(DataError, match="text: checksum: expected"):
+        mixture(changed, 8, 8, seed=1).load_state_dict(state)
+    with pytest.raises(DataError, match="text: tokens: expected 92 as when saved, got 91"):
+        mixture([*documents[:6], documents[6][1:]], 8, 8, seed=1).load_state_dict(state)
 
 
 def test_empty_documents_are_passed_over() -> None:
     documents = make_documents(LENGTHS)
     empty = np.array([], dtype=np.int32)
     with_empty = [empty, *documents[:3], empty, *documents[3:], empty]
-    a, b = PackedBatches(documents, 20, 20), PackedBatches(with_empty, 20, 20)
+    a, b = mixture(documents, 20, 20), mixture(with_empty, 20, 20)
     assert all(same(x, y) for x, y in zip(read(a, 10), read(b, 10)))

@@ -5,14 +5,18 @@ Labels are already shifted: `labels[t]` is the document's token after `input_ids
 the document does; after a document's last token it is IGNORE.  What is masked follows from lengths, never from ids.
 """
 
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from perilune.core.errors import ConfigError, DataError
+from perilune.data.stream import Segment
 from perilune.ops.cross_entropy import IGNORED as IGNORE
 
 
@@ -26,105 +30,103 @@ class Batch:
     """[N+1] int64; the N pieces' boundaries, from 0 to T"""
 
 
-class PackedBatches:
-    """Batches of exactly `tokens` tokens, without end, from documents in an order shuffled anew every epoch.
+class PackedText:
+    """A stream over documents in memory, cut into pieces and shuffled anew every epoch.
 
     Documents, each an array of ids, are cut into pieces of `context` tokens, the last of each shorter.  An epoch is
-    one long stream of all pieces in the order of `seed` and epoch, so that a step sees many documents, not a stretch
-    of one.  A batch is the next `tokens` of the stream; what its end cuts off a piece opens the next batch.  Every
-    token is an input exactly once an epoch.
+    one long row of all pieces in the order of `seed` and epoch, so that a batch sees many documents, not a stretch of
+    one.  What the end of a read cuts off a piece opens the next read.  Every token is an input exactly once an epoch.
 
-    The whole state is one integer, the position in the stream, so it can be taken up at any step, also with another
-    `tokens` or `ranks`; another `context` means other pieces, so the rest of that epoch is another selection.  Of
-    `ranks` readers, reader `rank` gets every `ranks`-th batch of the same stream: they share no token, and move in
-    step.
+    Its place is two integers, epoch and offset, so it can be taken up anywhere, also with another `context`: that means
+    other pieces, so the rest of the epoch is another selection.  Another `min_document` begins a new epoch.
 
-    Raises DataError without tokens, ConfigError if `tokens` has no room for a piece of length `context`.
+    Raises DataError without tokens.
     """
 
-    def __init__(
-        self,
-        documents: Sequence[np.ndarray],
-        tokens: int,
-        context: int,
-        seed: int = 0,
-        *,
-        rank: int = 0,
-        ranks: int = 1,
-    ) -> None:
+    whole = False
+
+    def __init__(self, documents: Sequence[np.ndarray], seed: int = 0) -> None:
         self._ids, self._starts = _flatten(documents)
         self._labels = np.append(self._ids[1:], IGNORE)  # the next token of the same document
         self._labels[self._starts[1:] - 1] = IGNORE
-        if not 0 <= rank < ranks:
-            raise ConfigError(f"rank: expected 0 to {ranks - 1}, got {rank}; number the readers from 0")
-        self.seed, self.rank, self.ranks = seed, rank, ranks
-        self.position = 0  # in tokens since the first epoch began, the same for all readers
-        self.resize(tokens, context)
+        self.seed = seed
+        self.epoch, self._offset = 0, 0
+        self._min_document = 0
+        self.resize(int(np.diff(self._starts).max()))
 
-    def resize(self, tokens: int, context: int) -> None:
-        """From the next batch on, other sizes; the place in the stream stays."""
-        _check_sizes(tokens, context)
-        self.tokens, self.context = tokens, context
-        self._pieces = _cut(self._starts, context)
-        self._epoch: tuple[int, np.ndarray, np.ndarray] | None = None
+    def resize(self, context: int, min_document: int = 0) -> None:
+        """See `Stream`.  Raises DataError if no document has `min_document` tokens."""
+        if context < 1:
+            raise ConfigError(f"context: expected at least 1, got {context}; give the longest piece in tokens")
+        lengths = np.diff(self._starts)
+        kept = np.flatnonzero(lengths >= min_document)
+        if not len(kept):
+            raise DataError(
+                f"min_document: expected at most {lengths.max()} tokens (the longest document), got {min_document}; "
+                "lower it or add longer text"
+            )
+        if min_document != self._min_document and self._offset:
+            self.epoch, self._offset = self.epoch + 1, 0
+        self._min_document = min_document
+        self._begins, self._lengths = _cut(self._starts[kept], lengths[kept], context)
+        self._tokens = int(self._lengths.sum())
+        self._order: tuple[int, np.ndarray, np.ndarray] | None = None
 
-    @property
-    def epoch(self) -> int:
-        """How many times the documents have been read through."""
-        return self.position // len(self._ids)
-
-    def __iter__(self) -> Iterator[Batch]:
-        while True:
-            yield self.next()
-
-    def next(self) -> Batch:
-        """This reader's next batch."""
-        begin = self.position + self.rank * self.tokens
-        self.position += self.ranks * self.tokens
-        indices, starts, filled = [], [], 0
-        while filled < self.tokens:  # once, and again for every end of an epoch inside the batch
-            epoch, offset = divmod(begin + filled, len(self._ids))
-            length = min(self.tokens - filled, len(self._ids) - offset)
-            index, start = self._read(epoch, offset, length)
+    def read(self, tokens: int) -> Segment:
+        """See `Stream`."""
+        indices, starts, filled = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
+        while filled < tokens:  # once, and again for every end of an epoch inside
+            length = min(tokens - filled, self._tokens - self._offset)
+            index, start = self._row(length)
             indices.append(index)
             starts.append(start + filled)
             filled += length
+            self.skip(length)
         index = np.concatenate(indices)
-        return _batch(self._ids[index], self._labels[index], np.concatenate(starts))
+        return Segment(self._ids[index], self._labels[index], np.concatenate(starts))
 
-    def _read(self, epoch: int, offset: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Which ids make the `length` tokens of an epoch from `offset` on, and where pieces begin among them."""
-        order, ends = self._order(epoch)
-        first, last = np.searchsorted(ends, [offset, offset + length - 1], side="right")
+    def skip(self, tokens: int) -> None:
+        """See `Stream`."""
+        epochs, self._offset = divmod(self._offset + tokens, self._tokens)
+        self.epoch += epochs
+
+    def _row(self, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Which ids are the next `length` of this epoch, and where pieces begin among them."""
+        order, ends = self._shuffled()
+        first, last = np.searchsorted(ends, [self._offset, self._offset + length - 1], side="right")
         pieces = order[first : last + 1]
-        stop = np.minimum(ends[first : last + 1], offset + length) - offset  # where each piece's part ends [N]
+        stop = np.minimum(ends[first : last + 1] - self._offset, length)  # where each piece's part ends [N]
         start = np.concatenate([[0], stop[:-1]])
         skipped = np.zeros_like(start)
-        skipped[0] = offset - (ends[first - 1] if first else 0)  # of the first piece, in earlier batches
-        return np.arange(length) + np.repeat(self._pieces[pieces] + skipped - start, stop - start), start
+        skipped[0] = self._offset - (ends[first - 1] if first else 0)  # of the first piece, in earlier reads
+        return np.arange(length) + np.repeat(self._begins[pieces] + skipped - start, stop - start), start
 
-    def _order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The pieces of an epoch in order, and where in its stream each one ends."""
-        if self._epoch is None or self._epoch[0] != epoch:
+    def _shuffled(self) -> tuple[np.ndarray, np.ndarray]:
+        """This epoch's pieces in order, and where in its row each one ends."""
+        if self._order is None or self._order[0] != self.epoch:
             # Raw words of the generator are the same in every release of numpy; `permutation` need not be.
-            keys = np.random.PCG64([self.seed, epoch]).random_raw(len(self._pieces) - 1)
+            keys = np.random.PCG64([self.seed, self.epoch]).random_raw(len(self._begins))
             order = np.argsort(keys, kind="stable")
-            self._epoch = epoch, order, np.cumsum(np.diff(self._pieces)[order])
-        return self._epoch[1:]
+            self._order = self.epoch, order, np.cumsum(self._lengths[order])
+        return self._order[1:]
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """The place in the stream, and what the stream is made of."""
-        return {"position": self.position, **self._stream()}
+        place = {"epoch": self.epoch, "offset": self._offset, "min_document": self._min_document}
+        return {**place, **self._stream}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Goes on where `state` was taken.  Raises DataError if that was in another stream."""
-        for name, here in self._stream().items():
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Stream`."""
+        for name, here in self._stream.items():
             if state[name] != here:
                 raise DataError(f"{name}: expected {state[name]} as when saved, got {here}; resume with the same data")
-        self.position = int(state["position"])
+        self.epoch, self._offset = int(state["epoch"]), int(state["offset"])
+        self._min_document = int(state["min_document"])  # a stream that rests now is resized before it is read again
 
+    @cached_property
     def _stream(self) -> dict[str, int]:
-        return {"seed": self.seed, "documents": len(self._starts) - 1, "stream_tokens": len(self._ids)}
+        checksum = zlib.crc32(np.ascontiguousarray(self._ids, dtype="<i8"))
+        return {"seed": self.seed, "documents": len(self._starts) - 1, "tokens": len(self._ids), "checksum": checksum}
 
 
 def evaluation_batches(documents: Sequence[np.ndarray], context: int, tokens: int) -> list[Batch]:
@@ -155,18 +157,19 @@ def _evaluation_row(ids: np.ndarray, row: list[slice]) -> Batch:
     inputs = np.concatenate([ids[piece] for piece in row]).astype(np.int64)
     labels = np.concatenate([ids[piece.start + 1 : piece.stop + 1] for piece in row]).astype(np.int64)
     starts = np.cumsum([0, *(piece.stop - piece.start for piece in row[:-1])])
-    return _batch(inputs, labels, starts)
+    return packed(inputs, labels, starts)
 
 
-def _cut(starts: np.ndarray, context: int) -> np.ndarray:
-    """Where the pieces of all documents begin, with the total behind `[pieces + 1]`."""
-    counts = -(-np.diff(starts) // context)
-    first = np.repeat(np.cumsum(counts) - counts, counts)
-    within = np.arange(counts.sum()) - first
-    return np.append(np.repeat(starts[:-1], counts) + within * context, starts[-1])
+def _cut(starts: np.ndarray, lengths: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where each piece of the documents begins, and how long it is: `[pieces]` both."""
+    counts = -(-lengths // context)
+    document = np.repeat(np.arange(len(starts)), counts)
+    done = context * (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts))
+    return starts[document] + done, np.minimum(lengths[document] - done, context)
 
 
-def _batch(ids: np.ndarray, labels: np.ndarray, starts: np.ndarray) -> Batch:
+def packed(ids: np.ndarray, labels: np.ndarray, starts: np.ndarray) -> Batch:
+    """Arrays, laid out as in a Segment, as one row of tensors."""
     ids, labels, cu_seqlens = (x.astype(np.int64) for x in (ids, labels, np.append(starts, len(ids))))
     return Batch(torch.from_numpy(ids)[None], torch.from_numpy(labels)[None], torch.from_numpy(cu_seqlens))
 
