@@ -1,0 +1,90 @@
+"""The words that tasks are made of, and the lines they stand in.
+
+What a small model has to copy should be one token: a key or a value of several is several things to get right.
+"""
+
+import hashlib
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from perilune.core.errors import ConfigError
+from perilune.data.tokenizer import ByteBPE
+
+log = logging.getLogger("perilune.data")
+
+_WORD = re.compile(rb" [A-Za-z]{3,}")
+
+
+@dataclass(frozen=True)
+class Word:
+    text: str
+    """Without the space before it."""
+    ids: tuple[int, ...]
+    """With it."""
+
+
+def choose_words(tokenizer: ByteBPE, number: int) -> list[Word]:
+    """`number` different words, the same for the same tokenizer: tokens of a space and three or more ASCII letters, in
+    the order of their SHA-256, so that common and rare ones mix.
+
+    A vocabulary with fewer such tokens gives made-up words of several tokens instead, all of them (` bakemo`); the log
+    says so.
+    """
+    texts = [text for i in range(tokenizer.vocab_size) if _WORD.fullmatch(text := tokenizer.decode_bytes([i]))]
+    if len(texts) < number:
+        log.info(f"tasks: {len(texts)} words of one token, {number} wanted; made-up words of several tokens instead")
+        return _made_up(tokenizer, number)
+    texts.sort(key=lambda text: hashlib.sha256(text).digest())
+    return [_word(tokenizer, text.decode()) for text in texts[:number]]
+
+
+def _made_up(tokenizer: ByteBPE, number: int) -> list[Word]:
+    syllables = [c + v for c in "bdfgklmnprstvz" for v in "aeiou"]
+    drawn: dict[str, None] = {}
+    for i in count():
+        if len(drawn) == number:
+            return [_word(tokenizer, text) for text in drawn]
+        digest = hashlib.sha256(str(i).encode()).digest()
+        drawn[" " + "".join(syllables[byte % len(syllables)] for byte in digest[:3])] = None
+    raise AssertionError
+
+
+def _word(tokenizer: ByteBPE, text: str) -> Word:
+    return Word(text[1:], tuple(tokenizer.encode(text)))
+
+
+class Template:
+    r"""A line of text with places for words, as `"\n# {key} = {value}\n"`; the space before a word is the word's.
+
+    It begins with a line break and ends with a word and a line break, so that what stands around it cannot change what it says.
+    """
+
+    def __init__(self, tokenizer: ByteBPE, template: str, **words: Sequence[Word]) -> None:
+        """words: for each place, in the order they come, the words that can stand there.
+
+        Raises ConfigError if the template has other places or is not a line.
+        """
+        literals = re.split(r" \{\w+\}", template)
+        places = re.findall(r" \{(\w+)\}", template)
+        if places != list(words) or not re.fullmatch(r"\n[^\n]+\}\n", template):
+            example = "\n# " + " = ".join(f"{{{place}}}" for place in words) + "\n"
+            raise ConfigError(f"template: expected a line such as {example!r}, got {template!r}; write its places so")
+        self._literals = [tokenizer.encode(literal) for literal in literals]
+        self.longest = sum(map(len, self._literals)) + sum(max(len(word.ids) for word in of) for of in words.values())
+        """The most tokens it can take."""
+        self.pattern = re.escape(literals[0][1:])
+        """The expression that finds the line, without its line breaks; a group for each place."""
+        for of, literal in zip(words.values(), literals[1:]):
+            texts = sorted((word.text for word in of), key=len, reverse=True)  # the longest that fits is meant
+            self.pattern += f" ({'|'.join(texts)})" + re.escape(literal.removesuffix("\n"))
+
+    def __call__(self, *words: Word) -> list[int]:
+        """The ids of the line with `words` in its places."""
+        ids = list(self._literals[0])
+        for word, literal in zip(words, self._literals[1:]):
+            ids += word.ids
+            ids += literal
+        return ids
