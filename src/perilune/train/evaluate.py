@@ -1,9 +1,12 @@
 """Held-out bits per byte: comparable between tokenizers, and with a file compressor."""
 
+import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
+from torch import nn
 
 from perilune.core.errors import DataError
 from perilune.data.packing import IGNORE, evaluation_batches
@@ -11,7 +14,19 @@ from perilune.data.tokenizer import ByteBPE
 from perilune.models.k3 import K3Model
 
 
-@torch.inference_mode()
+@contextmanager
+def judging(model: nn.Module) -> Iterator[None]:
+    """No gradients, the model in eval mode; afterwards every module is in the mode that it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
 def bits_per_byte(
     model: K3Model, tokenizer: ByteBPE, texts: Sequence[str], *, context: int, tokens: int = 8192
 ) -> float:
@@ -25,13 +40,23 @@ def bits_per_byte(
     if not size:
         raise DataError("texts: expected at least one byte to score, got none; give some text")
     documents = tokenizer.encode_documents(texts)
-    training = model.training
-    model.eval()
     nats = 0.0
-    try:
+    with judging(model):
         for batch in evaluation_batches(documents, context, max(tokens, context)):
             output = model(batch.input_ids, cu_seqlens=batch.cu_seqlens, targets=batch.labels)
             nats += float(output.losses["next_token"]) * int((batch.labels != IGNORE).sum())
-    finally:
-        model.train(training)
     return nats / math.log(2) / size
+
+
+def sample_texts(texts: Sequence[str], limit_bytes: int) -> list[str]:
+    """Some of `texts`, always the same ones, `limit_bytes` of UTF-8 in all or as much as there is.
+
+    In the order of their hashes, which has nothing to do with their names or lengths; the last one is cut to fit.
+    """
+    sample: list[str] = []
+    for data in sorted((text.encode() for text in texts), key=lambda data: hashlib.sha256(data).digest()):
+        if limit_bytes <= 0:
+            break
+        sample.append(data[:limit_bytes].decode(errors="ignore"))  # half a character is left out
+        limit_bytes -= len(data)
+    return sample

@@ -8,9 +8,18 @@ from torch import Tensor
 
 def attn_res(query: Tensor, sources: Sequence[Tensor], key_weight: Tensor, eps: float) -> Tensor:
     """softmax over sources of <query * key_weight, source / rms(source)>, applied to the raw sources."""
-    dtype = sources[0].dtype
-    compute = torch.promote_types(dtype, torch.float32)
-    v = torch.stack([source.to(compute) for source in sources])  # [N, ..., D]
+    v = stacked(sources)
+    return (weights(query, v, key_weight, eps).unsqueeze(-1) * v).sum(0).to(sources[0].dtype)
+
+
+def weights(query: Tensor, v: Tensor, key_weight: Tensor, eps: float) -> Tensor:
+    """How much each token takes of each source: `v: [N, ..., D]` to `[N, ...]`, of sum 1 over the sources."""
     key = v * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
-    score = key @ (query.to(compute) * key_weight.to(compute))  # [N, ...]
-    return (torch.softmax(score, dim=0).unsqueeze(-1) * v).sum(0).to(dtype)
+    score = key @ (query.to(v.dtype) * key_weight.to(v.dtype))  # [N, ...]
+    return torch.softmax(score, dim=0)
+
+
+def stacked(sources: Sequence[Tensor]) -> Tensor:
+    """`[N, ..., D]` in float32, or float64 if that is what they are."""
+    compute = torch.promote_types(sources[0].dtype, torch.float32)
+    return torch.stack([source.to(compute) for source in sources])
