@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from perilune.core.errors import ConfigError, DataError
-from perilune.data.corpus import Corpus, standard_library, text_folder, total_text
+from perilune.data.corpus import Corpus, standard_library, text_files, total_text
 
 
 @pytest.fixture(scope="module")
@@ -70,14 +70,14 @@ def test_a_minimal_library_is_refused(tmp_path: Path) -> None:
         standard_library(root=tmp_path / "nowhere")
 
 
-def test_text_folder_reads_at_any_depth_and_keeps_line_ends(tmp_path: Path) -> None:
+def test_text_files_reads_at_any_depth_and_keeps_line_ends(tmp_path: Path) -> None:
     write(tmp_path, a_txt="one\r\ntwo\r", sub__deep__b_txt="naïve 🎈\n", c_md="no", d_txt="four", e_md="e")
-    corpus = text_folder(tmp_path)
+    corpus = text_files(tmp_path)
     assert names(corpus) == ["a.txt", "d.txt", "sub/deep/b.txt"]
     texts = {document.name: document.text for document in corpus.train + corpus.held_out}
     assert texts["a.txt"] == "one\r\ntwo\r"
     assert corpus.train_bytes + corpus.held_out_bytes == 9 + len("naïve 🎈\n".encode()) + 4
-    assert names(text_folder(tmp_path, "*.md")) == ["c.md", "e.md"]
+    assert names(text_files(tmp_path, "*.md")) == ["c.md", "e.md"]
 
 
 def test_unreadable_files_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -85,21 +85,21 @@ def test_unreadable_files_are_reported(tmp_path: Path, caplog: pytest.LogCapture
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
     (tmp_path / "loop.txt").symlink_to(tmp_path / "loop.txt")
     with caplog.at_level("INFO", logger="perilune.data"):
-        corpus = text_folder(tmp_path)
+        corpus = text_files(tmp_path)
     assert names(corpus) == ["a.txt", "b.txt"]
     assert [line.split(":")[0] for line in corpus.skipped] == ["copy.txt", "empty.txt", "latin.txt", "loop.txt"]
     assert corpus.skipped[0] == "copy.txt: the same text as a.txt"
     assert corpus.skipped[2] == "latin.txt: not UTF-8"
-    assert "4 of 6 files skipped" in caplog.text
+    assert "4 of 6 documents skipped" in caplog.text
 
 
 def test_a_file_stays_on_its_side_when_others_come(tmp_path: Path) -> None:
     for i in range(200):
         (tmp_path / f"{i:03}.txt").write_text(f"file {i}")
-    before = {document.name for document in text_folder(tmp_path, held_out=0.2).held_out}
+    before = {document.name for document in text_files(tmp_path, held_out=0.2).held_out}
     assert 20 < len(before) < 60
     (tmp_path / "another.txt").write_text("another")
-    after = {document.name for document in text_folder(tmp_path, held_out=0.2).held_out}
+    after = {document.name for document in text_files(tmp_path, held_out=0.2).held_out}
     assert after - {"another.txt"} == before
 
 
@@ -108,7 +108,7 @@ def test_a_file_stays_on_its_side_when_others_come(tmp_path: Path) -> None:
 def test_neither_side_is_empty(tmp_path: Path, count: int, share: float) -> None:
     for i in range(count):
         (tmp_path / f"{i}.txt").write_text(f"file {i}")
-    corpus = text_folder(tmp_path, held_out=share)
+    corpus = text_files(tmp_path, held_out=share)
     assert corpus.train
     assert corpus.held_out
     assert len(corpus.train) + len(corpus.held_out) == count
@@ -117,30 +117,30 @@ def test_neither_side_is_empty(tmp_path: Path, count: int, share: float) -> None
 def test_a_single_file_is_cut_at_a_line_end(tmp_path: Path) -> None:
     text = "".join(f"line {i}\n" for i in range(1000))
     write(tmp_path, only_txt=text)
-    corpus = text_folder(tmp_path)
+    corpus = text_files(tmp_path)
     assert corpus.train[0].text + corpus.held_out[0].text == text
     assert corpus.train[0].text.endswith("\n")
     assert 0.04 < corpus.held_out_bytes / len(text) < 0.06
     write(tmp_path, only_txt="0123456789" * 10)
-    assert text_folder(tmp_path).held_out[0].text == "56789"
+    assert text_files(tmp_path).held_out[0].text == "56789"
 
 
 def test_nothing_held_out_when_nothing_is_asked(tmp_path: Path) -> None:
     write(tmp_path, a_txt="a", b_txt="b")
-    assert text_folder(tmp_path, held_out=0).held_out == ()
+    assert text_files(tmp_path, held_out=0).held_out == ()
     for share in (-0.1, 1.0):
         with pytest.raises(ConfigError, match="held_out: expected a share from 0 to below 1"):
-            text_folder(tmp_path, held_out=share)
+            text_files(tmp_path, held_out=share)
 
 
 def test_an_empty_or_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"expected at least one \*\.txt file, found none; put UTF-8 text"):
-        text_folder(tmp_path)
+        text_files(tmp_path)
     (tmp_path / "latin.txt").write_bytes(b"\xe9")
     with pytest.raises(DataError, match=r"found none \(1 skipped, latin.txt: not UTF-8\)"):
-        text_folder(tmp_path)
+        text_files(tmp_path)
     with pytest.raises(DataError, match=r"nowhere: expected a folder of \*\.txt files, found none"):
-        text_folder(tmp_path / "nowhere")
+        text_files(tmp_path / "nowhere")
 
 
 def test_the_corpus_needs_no_torch() -> None:

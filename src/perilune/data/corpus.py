@@ -1,19 +1,28 @@
-"""Text to train on: named documents, split by file into what a model learns from and what it is judged on.
+"""Text to train on, in memory: named documents, split into what a model learns from and what it is judged on.
 
-A file is held out when a hash of its name falls below the share asked for.  The split thus needs no seed, does not move
-when other files come or go, and is the same on every machine that has files of the same names.
+A file of text is held out when a hash of its name falls below the share asked for, a document of a shard when a hash of
+its text does.  The split thus needs no seed, does not move when other files come or go, and is the same on every
+machine that has the same files.
 """
 
 import hashlib
 import logging
-import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from perilune.core.errors import ConfigError, DataError
+from perilune.data.filters import reason_to_drop
+from perilune.data.shards import find_files, is_shard, read_shard
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from perilune.data.packing import PackedText
+    from perilune.data.tokenizer import ByteBPE
 
 log = logging.getLogger("perilune.data")
 
@@ -37,7 +46,7 @@ _SMALLEST_LIBRARY = 1_000_000  # bytes; below this a model has too little to lea
 @dataclass(frozen=True)
 class Document:
     name: str
-    """Path below the corpus' folder, with forward slashes on every system."""
+    """Path below the corpus' folder, with forward slashes on every system; in a shard `PATH:LINE`, from 1."""
     text: str
 
     @property
@@ -48,12 +57,13 @@ class Document:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents sorted by name; `held_out` shares no file with `train`."""
+    """Documents in the order of their files' names; `held_out` shares no file and no text with `train`."""
 
     train: tuple[Document, ...]
     held_out: tuple[Document, ...]
     skipped: tuple[str, ...] = ()
-    """Files left out, each as `name: reason`."""
+    """Documents left out, each as `name: reason`."""
+    name: str = "text"
 
     @property
     def train_bytes(self) -> int:
@@ -63,17 +73,43 @@ class Corpus:
     def held_out_bytes(self) -> int:
         return sum(document.byte_count for document in self.held_out)
 
+    def texts(self, limit_bytes: int | None = None) -> Iterator[str]:
+        """The training texts; of more than `limit_bytes`, about so many, from all over the corpus."""
+        if limit_bytes is None or self.train_bytes <= limit_bytes:
+            yield from (document.text for document in self.train)
+            return
+        size = 0
+        for document in self._mixed():
+            if size >= limit_bytes:
+                return
+            size += document.byte_count
+            yield document.text
 
-def standard_library(held_out: float = 0.05, root: Path | None = None) -> Corpus:
+    def stream(self, tokenizer: "ByteBPE", seed: int) -> "PackedText":
+        """The training texts as tokens, for ever."""
+        from perilune.data.packing import PackedText
+
+        return PackedText(tokenizer.encode_documents([document.text for document in self.train]), seed)
+
+    def filler(self, tokenizer: "ByteBPE", tokens: int) -> "list[np.ndarray]":
+        """Encoded training documents from all over the corpus, about `tokens` tokens in all."""
+        return encode_some((document.text for document in self._mixed()), tokenizer, tokens)
+
+    def _mixed(self) -> list[Document]:
+        """The training documents in an order that has nothing to do with what they are about."""
+        return sorted(self.train, key=lambda document: _place(document.name))
+
+
+def standard_library(held_out: float = 0.05, root: Path | None = None, *, clean: bool = False) -> Corpus:
     """The sources of the running Python's own library, without its tests: real, long, licensed, always there.
 
-    About 12 MB.  `held_out` is the share of files to hold out; `root` stands in for the library's folder.  What an
-    installation writes about its own build is left out, so that one release of Python gives much the same corpus on
-    every machine; distributions leave out a package here and there.
+    About 12 MB.  `held_out` is the share of files to hold out; `root` stands in for the library's folder; `clean` as in
+    `text_files`.  What an installation writes about its own build is left out, so that one release of Python gives much
+    the same corpus on every machine; distributions leave out a package here and there.
     Raises DataError where the library is missing or cut down (as Debian's python3-minimal is).
     """
     root = Path(sysconfig.get_path("stdlib")) if root is None else Path(root)
-    corpus = _read(root, "*.py", held_out, _NOT_LIBRARY)
+    corpus = _read("standard_library", find_files(root, "*.py", _NOT_LIBRARY), held_out, clean=clean)
     size = corpus.train_bytes + corpus.held_out_bytes
     if size < _SMALLEST_LIBRARY:
         raise DataError(
@@ -83,86 +119,135 @@ def standard_library(held_out: float = 0.05, root: Path | None = None) -> Corpus
     return corpus
 
 
-def text_folder(path: str | Path, pattern: str = "*.txt", held_out: float = 0.05) -> Corpus:
-    """The files below `path`, at any depth, whose names match `pattern`; a share `held_out` of them is held out.
+def text_files(
+    path: str | Path, pattern: str = "*.txt", held_out: float = 0.05, *, text_key: str = "text", clean: bool = False
+) -> Corpus:
+    """The file `path`, or the files below the folder `path`, at any depth, whose names match `pattern`.
 
-    Where the hash of their names would leave nothing to learn from or to be judged on, the file next to the limit
-    changes sides; a single file is cut at a line end instead, its last part held out.
-    Raises DataError if there is no such folder or no such file with text in it.
+    `*.jsonl`, `*.jsonl.gz` and `*.parquet` are shards with many documents in the field or column `text_key`; any other
+    file is a document.  About a share `held_out` of all documents is held out.  Where hashes would leave nothing to
+    learn from or to be judged on, the document next to the limit changes sides; a single one is cut at a line end
+    instead, its last part held out.  `clean` leaves out what `filters.reason_to_drop` finds to be no text.
+    Raises DataError if there is no such folder, no such file with text in it, or a shard that cannot be read; a file of
+    text that cannot be read is noted in `skipped`.
     """
-    path = Path(path)
-    if not path.is_dir():
-        raise DataError(f"{path}: expected a folder of {pattern} files, found none; check the path")
-    corpus = _read(path, pattern, held_out)
+    corpus = _read(str(path), local_files(path, pattern), held_out, text_key, clean)
     if not corpus.train and not corpus.held_out:
-        reasons = f" ({len(corpus.skipped)} skipped, {corpus.skipped[0]})" if corpus.skipped else ""
-        raise DataError(
-            f"{path}: expected at least one {pattern} file, found none{reasons}; "
-            "put UTF-8 text there or give another pattern"
-        )
+        raise _no_text(path, pattern, f" ({len(corpus.skipped)} skipped, {corpus.skipped[0]})")
     return corpus
 
 
-def _read(root: Path, pattern: str, held_out: float, left_out: Sequence[str] = ()) -> Corpus:
+def local_files(path: str | Path, pattern: str) -> list[tuple[str, Path]]:
+    """The file `path`, or those of the folder that match `pattern`, as (name, path); DataError if there is none."""
+    path = Path(path)
+    if path.is_file():
+        return [(path.name, path)]
+    if not path.is_dir():
+        raise DataError(f"{path}: expected a folder of {pattern} files, found none; check the path")
+    files = find_files(path, pattern)
+    if not files:
+        raise _no_text(path, pattern)
+    return files
+
+
+def _no_text(path: str | Path, pattern: str, reasons: str = "") -> DataError:
+    return DataError(
+        f"{path}: expected at least one {pattern} file, found none{reasons}; "
+        "put UTF-8 text there or give another pattern"
+    )
+
+
+def _read(
+    name: str, files: list[tuple[str, Path]], held_out: float, text_key: str = "text", clean: bool = False
+) -> Corpus:
     if not 0 <= held_out < 1:
         raise ConfigError(
             f"held_out: expected a share from 0 to below 1, got {held_out}; 0.05 holds out one file in 20"
         )
     skipped: list[str] = []
-    documents = tuple(_documents(root, pattern, left_out, skipped))
+    placed = list(_documents(files, text_key, clean, skipped))
     if skipped:
-        log.info(f"{root}: {len(skipped)} of {len(documents) + len(skipped)} files skipped ({'; '.join(skipped[:3])})")
-    train, judged = _split(documents, held_out)
-    return Corpus(train, judged, tuple(skipped))
+        log.info(f"{name}: {len(skipped)} of {len(placed) + len(skipped)} documents skipped ({'; '.join(skipped[:3])})")
+    train, judged = _split(placed, held_out)
+    return Corpus(train, judged, tuple(skipped), name)
 
 
-def _documents(root: Path, pattern: str, left_out: Sequence[str], skipped: list[str]) -> Iterator[Document]:
-    """The texts of the files, sorted by name, each text once; `skipped` gains a line for every file passed over."""
+def _documents(
+    files: list[tuple[str, Path]], text_key: str, clean: bool, skipped: list[str]
+) -> Iterator[tuple[Document, float]]:
+    """Every text once, with its place in the split; `skipped` gains a line for every document passed over."""
     seen: dict[str, str] = {}
-    for name, path in sorted((path.relative_to(root).as_posix(), path) for path in _files(root, pattern, left_out)):
+    for name, text, key in _texts(files, text_key, skipped):
+        # A copy of a document on the other side of the split would be an answer learned by heart.
+        reason = f"the same text as {seen[text]}" if text in seen else reason_to_skip(text, clean)
+        if reason:
+            skipped.append(f"{name}: {reason}")
+            continue
+        seen[text] = name
+        yield Document(name, text), _place(key)
+
+
+def _texts(files: list[tuple[str, Path]], text_key: str, skipped: list[str]) -> Iterator[tuple[str, str, str]]:
+    """(name, text, what the split goes by) of every document."""
+    for name, path in files:
+        if is_shard(path):
+            for line, text in read_shard(path, text_key):
+                yield f"{name}:{line}", text, text
+            continue
         try:
             text = path.read_bytes().decode("utf-8")  # as bytes: line ends stay what they are
         except UnicodeDecodeError:
             skipped.append(f"{name}: not UTF-8")
-            continue
         except OSError as error:
             skipped.append(f"{name}: {error.strerror}")
-            continue
-        # A copy of a file on the other side of the split would be an answer learned by heart.
-        if not text or text in seen:
-            skipped.append(f"{name}: {'the same text as ' + seen[text] if text else 'empty'}")
-            continue
-        seen[text] = name
-        yield Document(name, text)
+        else:
+            yield name, text, name
 
 
-def _files(root: Path, pattern: str, left_out: Sequence[str]) -> Iterator[Path]:
-    """The files below `root` whose names match `pattern`, without entering or taking what matches `left_out`."""
+def reason_to_skip(text: str, clean: bool) -> str | None:
+    """Why `text` is nothing to learn from, in a word or two; None if it is."""
+    if not text:
+        return "empty"
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            return "half of a surrogate pair"
+    return reason_to_drop(text) if clean else None
 
-    def kept(name: str) -> bool:
-        return not any(fnmatchcase(name, pattern) for pattern in left_out)
 
-    for folder, folders, names in os.walk(root):
-        folders[:] = filter(kept, folders)
-        yield from (Path(folder, name) for name in names if fnmatchcase(name, pattern) and kept(name))
+def is_held_out(text: str, share: float) -> bool:
+    """The side of a document of a shard, wherever it is read."""
+    return share > 0 and _place(text) <= share
 
 
-def _split(documents: tuple[Document, ...], share: float) -> tuple[tuple[Document, ...], tuple[Document, ...]]:
+def encode_some(texts: Iterable[str], tokenizer: "ByteBPE", tokens: int) -> "list[np.ndarray]":
+    """The first of `texts`, encoded, about `tokens` tokens in all."""
+    encoded: list[np.ndarray] = []
+    texts, total = iter(texts), 0
+    while total < tokens and (some := list(islice(texts, 64))):
+        for document in tokenizer.encode_documents(some):
+            if total < tokens:
+                encoded.append(document)
+                total += len(document)
+    return encoded
+
+
+def _split(placed: list[tuple[Document, float]], share: float) -> tuple[tuple[Document, ...], tuple[Document, ...]]:
     """(train, held out); neither is empty unless `share` is 0 or there is nothing to cut."""
-    if share == 0 or not documents:
-        return documents, ()
-    if len(documents) == 1:
-        return _cut(documents[0], share)
-    place = {document.name: _place(document.name) for document in documents}
-    ranked = sorted(place.values())
+    if share == 0 or not placed:
+        return tuple(document for document, _ in placed), ()
+    if len(placed) == 1:
+        return _cut(placed[0][0], share)
+    ranked = sorted(place for _, place in placed)
     limit = min(max(share, ranked[0]), ranked[-2])  # at least the first, never the last
-    train = tuple(document for document in documents if place[document.name] > limit)
-    return train, tuple(document for document in documents if place[document.name] <= limit)
+    train = tuple(document for document, place in placed if place > limit)
+    return train, tuple(document for document, place in placed if place <= limit)
 
 
-def _place(name: str) -> float:
-    """Where `name` falls in [0, 1), evenly and for ever."""
-    digest = hashlib.sha256(_SALT + name.encode("utf-8", "surrogateescape")).digest()
+def _place(key: str) -> float:
+    """Where `key` falls in [0, 1), evenly and for ever."""
+    digest = hashlib.sha256(_SALT + key.encode("utf-8", "surrogateescape")).digest()
     return int.from_bytes(digest[:6], "big") / 2**48
 
 
