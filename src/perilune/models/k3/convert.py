@@ -93,15 +93,34 @@ def from_stored(name: str, tensor: Tensor, view: Tensor) -> Tensor:
 
 def load(cls: type["K3Model"], folder: Path, dtype: torch.dtype | None) -> "K3Model":
     config = K3Config.from_hf(read_config(folder))
+    stored = _stored_tensors(folder)
+    with torch.device("meta"):
+        model = cls(config)
+    model.to(dtype or read_tensor(*stored[EMBEDDING]).dtype).to_empty(device="cpu")
+    model.init_weights()
+    _fill(model, folder, stored)
+    return model.eval()
+
+
+def load_into(model: "K3Model", folder: Path) -> None:
+    """Fills `model`, which keeps its device and dtypes, from the safetensors in `folder`.
+
+    Raises CheckpointError where the names or shapes there are not the model's.
+    """
+    _fill(model, folder, _stored_tensors(folder))
+
+
+def _stored_tensors(folder: Path) -> dict[str, tuple[Path, str]]:
+    """By this library's released name: the shard and the name inside it."""
     stored = {released_name(name): (path, name) for name, path in read_index(folder).items()}
     if EMBEDDING not in stored:
         raise CheckpointError(
             f"{folder}: expected the tensor {EMBEDDING}, found none; this is not a K3-class checkpoint"
         )
-    with torch.device("meta"):
-        model = cls(config)
-    model.to(dtype or read_tensor(*stored[EMBEDDING]).dtype).to_empty(device="cpu")
-    model.init_weights()
+    return stored
+
+
+def _fill(model: "K3Model", folder: Path, stored: dict[str, tuple[Path, str]]) -> None:
     views = released_views(model)
     _check_names(folder, set(stored), set(views))
     by_file: dict[Path, list[str]] = {}
@@ -113,7 +132,6 @@ def load(cls: type["K3Model"], folder: Path, dtype: torch.dtype | None) -> "K3Mo
             with open_shard(path) as shard:
                 for name in names:
                     views[name].copy_(from_stored(name, shard.get_tensor(stored[name][1]), views[name]))
-    return model.eval()
 
 
 def released_name(stored: str) -> str:
