@@ -1,11 +1,27 @@
 """Tasks whose answers lie far before their questions: to teach a model to read a long context, and to see whether it
 does."""
 
+from perilune.data.tasks.aggregation import Aggregation
+from perilune.data.tasks.files import Files
 from perilune.data.tasks.needle import Needle
 from perilune.data.tasks.page import Question, Sample
+from perilune.data.tasks.scattered import Scattered
 from perilune.data.tasks.stream import TaskStream
 from perilune.data.tasks.task import Task
+from perilune.data.tasks.variables import Variables
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (Needle,)}
+TASKS: dict[str, type[Task]] = {task.name: task for task in (Needle, Variables, Aggregation, Files, Scattered)}
+"""By the names that a stage's mix and a run's results have for them."""
 
-__all__ = ["TASKS", "Needle", "Question", "Sample", "Task", "TaskStream"]
+__all__ = [
+    "TASKS",
+    "Aggregation",
+    "Files",
+    "Needle",
+    "Question",
+    "Sample",
+    "Scattered",
+    "Task",
+    "TaskStream",
+    "Variables",
+]

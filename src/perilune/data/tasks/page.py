@@ -3,14 +3,13 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import ceil
 from random import Random
 
 import numpy as np
 
-from perilune.core.errors import DataError
 from perilune.data.packing import IGNORE
+from perilune.data.tasks.words import Word
 from perilune.data.tokenizer import ByteBPE
 
 
@@ -24,7 +23,7 @@ class Question:
     answer: str
     """Without the space before it."""
     evidence: tuple[tuple[int, int], ...]
-    """Spans of tokens, [start, stop), that have to be read to answer; all of them before `ask`."""
+    """Spans of tokens, [start, stop), that have to be read to answer, in order; all of them before `ask`."""
 
 
 @dataclass(frozen=True)
@@ -39,19 +38,97 @@ class Sample:
     def labels(self) -> np.ndarray:
         """[length] int64: the next token where that is to be predicted, IGNORE elsewhere."""
         labels = np.full(len(self.ids), IGNORE, dtype=np.int64)
-        labels[:-1][self.learn[1:]] = self.ids[1:][self.learn[1:]]
+        np.copyto(labels[:-1], self.ids[1:], where=self.learn[1:])
         return labels
 
-    @cached_property
-    def _first_ask(self) -> int:
-        return min(question.ask for question in self.questions)
-
     def depth(self, question: Question) -> float:
-        """How deep the first of a question's evidence lies in what comes before all questions: 0 the start, 1 the end.
+        """How deep a question's first evidence lies in what comes before all questions: 0 the start, below 1 the end.
 
-        For probes, whose questions all stand at the end; else it may be above 1.
+        For samples that ask at the end, as probes do; elsewhere it can be 1 and more.
         """
-        return question.evidence[0][0] / self._first_ask
+        return question.evidence[0][0] / self.questions[0].ask
+
+
+@dataclass(eq=False, slots=True)
+class Line:
+    """A statement put on a page."""
+
+    ids: list[int]
+    depth: float
+    start: int = -1
+    """Its position, once the page is laid out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """A question that may be put on a page, its answer the last thing in it but for the line break."""
+
+    ids: list[int]
+    answer: Word
+    evidence: Sequence[Line]
+
+
+class Page:
+    """Collects a sample's lines, then lays them out.
+
+    A line's depth is the share of the text that comes before it; lines of one depth stand in the order they came in.
+    """
+
+    def __init__(self, length: int, random: Random, until: float, bend: float) -> None:
+        """until: the depth before which statements stand.  bend: above 1 it draws them to the start."""
+        self.length, self.random = length, random
+        self._until, self._bend = until, bend
+        self._statements: list[Line] = []
+        self._asked: list[tuple[float, Query]] = []
+        self.free = length - 1
+        """Tokens not yet taken by lines."""
+
+    def state(self, lines: Sequence[list[int]]) -> list[Line]:
+        """Puts statements there in this order, one at random in each of as many equal parts of the depths."""
+        depths = [self._until * ((i + self.random.random()) / len(lines)) ** self._bend for i in range(len(lines))]
+        put = [Line(ids, depth) for ids, depth in zip(lines, depths)]
+        self._statements += put
+        self.free -= sum(len(line.ids) for line in put)
+        return put
+
+    def ask(self, query: Query, *, last: bool) -> None:
+        """Puts a question at the end or, if not `last`, at random somewhere after its evidence."""
+        depth = 1.0 if last else self.random.uniform(max(line.depth for line in query.evidence), 1.0)
+        self._asked.append((depth, query))
+        self.free -= len(query.ids)
+
+    def lay_out(self, eos: int, text: np.ndarray, joints: np.ndarray | None = None) -> Sample:
+        """The sample: end-of-text, then lines and the `free` tokens of `text` [free].
+
+        joints: places in the text, ascending and with its end among them; where given, lines stand nowhere else.
+        """
+        assert len(text) == self.free >= 0, "text does not fill the page"
+        ids = np.empty(self.length, dtype=np.int32)
+        ids[0] = eos
+        position, used = 1, 0
+        questions = []
+        everything: list[tuple[float, Line | Query]] = [(line.depth, line) for line in self._statements]
+        everything += self._asked
+        everything.sort(key=lambda item: item[0])
+        for depth, line in everything:
+            before = ceil(depth * self.free)
+            if joints is not None:
+                before = int(joints[np.searchsorted(joints, before)])
+            start = position + before - used
+            ids[position:start] = text[used:before]
+            position, used = start + len(line.ids), before
+            ids[start:position] = line.ids
+            if isinstance(line, Line):
+                line.start = start
+            else:
+                spans = tuple(sorted((part.start, part.start + len(part.ids)) for part in line.evidence))
+                questions.append(
+                    Question(start, position - 1 - len(line.answer.ids), position - 1, line.answer.text, spans)
+                )
+        ids[position:] = text[used:]
+        learn = np.ones(self.length, dtype=bool)
+        learn[0] = False  # nothing comes before it
+        return Sample(ids, tuple(questions), learn)
 
 
 class Filler:
@@ -62,97 +139,37 @@ class Filler:
     """
 
     def __init__(self, tokenizer: ByteBPE, documents: Sequence[np.ndarray], forbidden: str) -> None:
-        """`documents`: each int [tokens]; special tokens in them are left out.  Raises DataError without tokens."""
+        """documents: each int [tokens], not all empty; special tokens in them are left out."""
         specials = list(tokenizer.special_ids.values())
-        documents = [text[~np.isin(text, specials)] for text in documents]
-        if not any(map(len, documents)):
-            raise DataError("filler: expected documents with tokens in them, got none; give some training text")
         (line_break,) = tokenizer.encode("\n")
-        self._ids = np.concatenate([part for text in documents for part in (text, [line_break])]).astype(np.int32)
-        ends = np.cumsum(tokenizer.byte_lengths()[self._ids])
-        text, pattern = tokenizer.decode_bytes(self._ids.tolist()), re.compile(forbidden.encode())
+        kept = [np.append(text[~np.isin(text, specials)], line_break) for text in documents if len(text)]
+        self.ids = np.concatenate(kept).astype(np.int32)
+        self.ends = np.cumsum([len(text) for text in kept])
+        """[documents] where each ends in `ids`"""
+        text, pattern = tokenizer.decode_bytes(self.ids.tolist()), re.compile(forbidden.encode())
+        ends = np.cumsum(tokenizer.byte_lengths()[self.ids])
         for found in pattern.finditer(text):
             first, last = np.searchsorted(ends, [found.start(), found.end() - 1], side="right")
-            self._ids[first : last + 1] = line_break
+            self.ids[first : last + 1] = line_break
 
     def read(self, tokens: int, random: Random) -> np.ndarray:
         """[tokens] int32, from a random place on; after the end it goes on at the start."""
-        size = len(self._ids)
+        size = len(self.ids)
         if tokens <= size:
             start = random.randrange(size - tokens + 1)
-            return self._ids[start : start + tokens]
-        return self._ids.take(np.arange(tokens) + random.randrange(size), mode="wrap")
+            return self.ids[start : start + tokens]
+        return self.ids.take(np.arange(tokens) + random.randrange(size), mode="wrap")
 
-
-@dataclass(eq=False, slots=True)
-class Line:
-    """Tokens put on a page; a question if it has evidence."""
-
-    ids: list[int]
-    depth: float
-    answer: str = ""
-    width: int = 0
-    """Tokens of the answer, with which a question ends but for its line break."""
-    evidence: Sequence["Line"] = ()
-    start: int = -1
-    """Where it begins, once the page is laid out."""
-
-
-class Page:
-    """Collects a sample's lines, then lays them out.
-
-    A line's depth is the share of the filler that comes before it; lines of one depth stand in the order they came in.
-    """
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-        self.free = length - 1
-        """Tokens not yet taken by lines."""
-        self._lines: list[Line] = []
-
-    def put(self, line: Line) -> Line:
-        self._lines.append(line)
-        self.free -= len(line.ids)
-        return line
-
-    def state(self, ids: list[int], depth: float) -> Line:
-        return self.put(Line(ids, depth))
-
-    def ask(self, ids: list[int], depth: float, answer: str, width: int, evidence: Sequence[Line]) -> Line:
-        """Puts a question there that takes having read `evidence`, lines before it."""
-        return self.put(Line(ids, depth, answer, width, evidence))
-
-    def lay_out(self, eos: int, filler: Filler, random: Random, learn: str) -> Sample:
-        """The sample: end-of-text, then lines and filler."""
-        assert self.free >= 0, "the task put more on the page than it has room for"
-        text = filler.read(self.free, random)
-        ids = np.empty(self.length, dtype=np.int32)
-        ids[0] = eos
-        position, used = 1, 0
-        self._lines.sort(key=lambda line: line.depth)
-        for line in self._lines:
-            before = ceil(line.depth * self.free)
-            ids[position : position + before - used] = text[used:before]
-            position, used = position + before - used, before
-            line.start = position
-            position += len(line.ids)
-            ids[line.start : position] = line.ids
-        ids[position:] = text[used:]
-        questions = tuple(_question(line) for line in self._lines if line.evidence)
-        return Sample(ids, questions, _learned(self.length, questions, learn))
-
-
-def _question(line: Line) -> Question:
-    stop = line.start + len(line.ids) - 1
-    evidence = tuple((part.start, part.start + len(part.ids)) for part in line.evidence)
-    assert all(end <= line.start for _, end in evidence), "evidence after its question"
-    return Question(line.start, stop - line.width, stop, line.answer, evidence)
-
-
-def _learned(length: int, questions: tuple[Question, ...], learn: str) -> np.ndarray:
-    """All tokens but the first, which nothing predicts; or only those of answers."""
-    learned = np.full(length, learn == "all")
-    learned[0] = False
-    for question in questions:
-        learned[question.start : question.stop] = True
-    return learned
+    def read_shuffled(self, tokens: int, random: Random, longest: int) -> tuple[np.ndarray, np.ndarray]:
+        """[tokens] int32, pieces of random documents, each of at most `longest` tokens; and where the pieces end."""
+        text = np.empty(tokens, dtype=np.int32)
+        ends = [0]
+        while ends[-1] < tokens:
+            i = random.randrange(len(self.ends))
+            first, last = int(self.ends[i - 1]) if i else 0, int(self.ends[i])
+            first = random.randrange(first, max(first, last - longest) + 1)
+            start, stop = ends[-1], min(ends[-1] + min(longest, last - first), tokens)
+            text[start:stop] = self.ids[first : first + stop - start]
+            text[stop - 1] = self.ids[-1]  # a line break, for a piece can be cut within a line
+            ends.append(stop)
+        return text, np.array(ends)

@@ -1,49 +1,77 @@
 """What every task is: samples out of a seed, and an independent reader that solves them."""
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from random import Random
 from typing import ClassVar
 
 import numpy as np
 
 from perilune.core.errors import ConfigError, DataError
-from perilune.data.tasks.page import Filler, Page, Sample
+from perilune.data.tasks.page import Filler, Page, Query, Sample
 from perilune.data.tokenizer import ByteBPE
 
 
-class Task:
-    """Text with questions in it that can be answered from what stands far before them.
+class Task(ABC):
+    """Text with questions in it whose answers stand far before them.
 
-    A task says in `_write` what stands on a page and in `solve` how to read it.  Lengths are in tokens, so that every
-    answer's place is known to the token.
+    A task says in `state` what stands on a page and what can be asked about it, and in `answers` how a reader finds
+    that out.  A sample depends on its arguments and the task's, and on nothing else; lengths are in tokens.
     """
 
     name: ClassVar[str]
     chance: float
-    """How often a guess without reading is right."""
+    """How often the best guess without reading is right."""
     least: int
     """The shortest length that every sample and every probe fits in."""
+    bend: ClassVar[float] = 1.0
+    """Above 1 it draws statements to the start."""
+    lines: str
+    """The expression for each line of the task, without line breaks; nothing in the filler matches it."""
 
-    def __init__(self, tokenizer: ByteBPE, filler: Sequence[np.ndarray], *, forbidden: str, learn: str = "all") -> None:
-        """filler: encoded training documents, each int [tokens]; what samples are filled up with.  forbidden: the
-        expression for all lines of the task, kept out of the filler.  learn: which tokens are to be predicted, "all" or
-        "answers"."""
+    def __init__(
+        self,
+        tokenizer: ByteBPE,
+        filler: Sequence[np.ndarray],
+        *,
+        asked: float = 0.5,
+        stated: float = 0.25,
+        learn: str = "all",
+    ) -> None:
+        """filler: encoded training documents, each int [tokens]; what samples are filled up with.  asked: share of a
+        training sample's tokens that are questions (if they fit; one at least).  stated: the share of its text before
+        which all statements stand.  learn: which tokens are to be predicted, "all" (but the first) or "answers".
+        """
         if learn not in ("all", "answers"):
             raise ConfigError(f"learn: expected 'all' or 'answers', got {learn!r}; take one of them")
-        self.tokenizer, self.learn = tokenizer, learn
-        self._filler = Filler(tokenizer, filler, forbidden)
+        for share, value in (("asked", asked), ("stated", stated)):
+            if not 0 <= value <= 1:
+                raise ConfigError(f"{share}: expected a share from 0 to 1, got {value}; 0.5 is half")
+        if not any(map(len, filler)):
+            raise DataError("filler: expected documents with tokens in them, got none; give some training text")
+        self.tokenizer = tokenizer
+        self.asked, self.stated, self.learn = asked, stated, learn
+        self._documents = filler
 
     def sample(self, length: int, seed: int, index: int) -> Sample:
-        """Sample `index` of `seed`, to train on: exactly `length` tokens, the same ones everywhere and always.
+        """Sample `index` of `seed`, to train on: exactly `length` tokens, the same everywhere and always.
 
-        Raises DataError if `length` is below `least`.
+        It asks again and again: how often decides whether a small model learns the task at all.  Raises DataError if
+        `length` is below `least`.
         """
-        return self._make(length, f"sample {seed} {index}", self._write)
+        page = self._page("sample", length, seed, index, self.stated)
+        self._ask_often(page, self.state(page))
+        return self._finish(page)
 
     def probe(self, length: int, seed: int, index: int) -> Sample:
-        """As `sample`, to judge by: every question stands at the end and is asked once.  No training sample is drawn
-        with the seed of a probe, whatever the numbers."""
-        return self._make(length, f"probe {seed} {index}", self._write_probe)
+        """As `sample`, to judge by: statements are spread over all of the text and asked about at the end, once each.
+
+        No training sample shares the random numbers of a probe, whatever their seeds.
+        """
+        page = self._page("probe", length, seed, index, 1.0)
+        self._ask_once(page, self.state(page))
+        return self._finish(page)
 
     def check(self, length: int) -> None:
         """Raises DataError if `length` is below `least`."""
@@ -52,21 +80,49 @@ class Task:
                 f"{self.name}: expected a length of at least {self.least} tokens, got {length}; take longer samples"
             )
 
-    def _make(self, length: int, seed: str, write: Callable[[Page, Random], None]) -> Sample:
-        random = Random(f"{self.name} {length} {seed}")  # seeded by the SHA-512 of the text, so the same everywhere
-        self.check(length)
-        page = Page(length)
-        write(page, random)
-        return page.lay_out(self.tokenizer.eos_id, self._filler, random, self.learn)
-
     def solve(self, text: str) -> list[str]:
-        """The answers to the questions in `text`, in order, from what it says before each; "" where it does not say."""
-        raise NotImplementedError
+        """The answers to all questions in `text`, in order, from statements alone; "" where those do not tell."""
+        return [answer for _, answer in sorted(self.answers(text))]
 
-    def _write(self, page: Page, random: Random) -> None:
-        """Puts statements and questions on the page of a training sample."""
-        raise NotImplementedError
+    @abstractmethod
+    def state(self, page: Page) -> list[list[Query]]:
+        """Puts statements on the page; returns what can be asked about them, in groups of which probes ask one each."""
 
-    def _write_probe(self, page: Page, random: Random) -> None:
-        """As `_write`, all questions at depth 1."""
-        raise NotImplementedError
+    @abstractmethod
+    def answers(self, text: str) -> Iterator[tuple[int, str]]:
+        """Where each question stands in `text`, and its answer."""
+
+    def _page(self, kind: str, length: int, seed: int, index: int, until: float) -> Page:
+        self.check(length)
+        random = Random(f"{self.name} {kind} {length} {seed} {index}")  # by SHA-512 of the text: the same everywhere
+        return Page(length, random, until, self.bend)
+
+    def _ask_often(self, page: Page, groups: list[list[Query]]) -> None:
+        most = self.asked * page.length
+        asked = 0
+        while True:
+            query = page.random.choice(page.random.choice(groups))
+            if asked and (asked + len(query.ids) > most or len(query.ids) > page.free):
+                return
+            page.ask(query, last=False)
+            asked += len(query.ids)
+
+    def _ask_once(self, page: Page, groups: list[list[Query]]) -> None:
+        for group in page.random.sample(groups, len(groups)):
+            page.ask(page.random.choice(group), last=True)
+
+    def _text(self, page: Page) -> tuple[np.ndarray, np.ndarray | None]:
+        """What to fill the page with, and where that may be cut (None: anywhere)."""
+        return self._filler.read(page.free, page.random), None
+
+    def _finish(self, page: Page) -> Sample:
+        sample = page.lay_out(self.tokenizer.eos_id, *self._text(page))
+        if self.learn == "answers":
+            sample.learn[:] = False
+            for question in sample.questions:
+                sample.learn[question.start : question.stop] = True
+        return sample
+
+    @cached_property
+    def _filler(self) -> Filler:
+        return Filler(self.tokenizer, self._documents, self.lines)

@@ -33,12 +33,13 @@ def choose_words(tokenizer: ByteBPE, number: int) -> list[Word]:
     A vocabulary with fewer such tokens gives made-up words of several tokens instead, all of them (` bakemo`); the log
     says so.
     """
-    texts = [text for i in range(tokenizer.vocab_size) if _WORD.fullmatch(text := tokenizer.decode_bytes([i]))]
-    if len(texts) < number:
-        log.info(f"tasks: {len(texts)} words of one token, {number} wanted; made-up words of several tokens instead")
+    texts = [tokenizer.decode_bytes([i]) for i in range(tokenizer.vocab_size)]
+    texts = sorted((text for text in texts if _WORD.fullmatch(text)), key=lambda text: hashlib.sha256(text).digest())
+    words = [word for text in texts if len((word := as_word(tokenizer, text[1:].decode())).ids) == 1]
+    if len(words) < number:
+        log.info(f"tasks: {len(words)} words of one token, {number} wanted; made-up words of several tokens instead")
         return _made_up(tokenizer, number)
-    texts.sort(key=lambda text: hashlib.sha256(text).digest())
-    return [_word(tokenizer, text.decode()) for text in texts[:number]]
+    return words[:number]
 
 
 def _made_up(tokenizer: ByteBPE, number: int) -> list[Word]:
@@ -46,20 +47,22 @@ def _made_up(tokenizer: ByteBPE, number: int) -> list[Word]:
     drawn: dict[str, None] = {}
     for i in count():
         if len(drawn) == number:
-            return [_word(tokenizer, text) for text in drawn]
+            return [as_word(tokenizer, text) for text in drawn]
         digest = hashlib.sha256(str(i).encode()).digest()
-        drawn[" " + "".join(syllables[byte % len(syllables)] for byte in digest[:3])] = None
+        drawn["".join(syllables[byte % len(syllables)] for byte in digest[:3])] = None
     raise AssertionError
 
 
-def _word(tokenizer: ByteBPE, text: str) -> Word:
-    return Word(text[1:], tuple(tokenizer.encode(text)))
+def as_word(tokenizer: ByteBPE, text: str) -> Word:
+    """`text` as it stands in a line, after a space."""
+    return Word(text, tuple(tokenizer.encode(" " + text)))
 
 
 class Template:
     r"""A line of text with places for words, as `"\n# {key} = {value}\n"`; the space before a word is the word's.
 
-    It begins with a line break and ends with a word and a line break, so that what stands around it cannot change what it says.
+    It begins with a line break and ends with a word and a line break, so that what stands around it cannot change what
+    it says.
     """
 
     def __init__(self, tokenizer: ByteBPE, template: str, **words: Sequence[Word]) -> None:
