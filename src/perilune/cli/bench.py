@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
+from perilune.cli.folders import check_file
 from perilune.cli.numbers import at_least
-from perilune.core.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,6 +16,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from perilune.bench.runner import main
 
-    if args.json is not None and (args.json.is_dir() or not args.json.parent.is_dir()):
-        raise ConfigError(f"--json: expected a file in a folder that exists, got {args.json}; make the folder first")
+    check_file(args.json, "--json")
     return main(args.names, json_path=args.json, threads=args.threads)

@@ -1,10 +1,15 @@
-"""Held-out bits per byte of a trained model."""
+"""Held-out bits per byte of a trained model; with --long-context also what it finds in long texts."""
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from perilune.cli.folders import load_model
+from perilune.cli.folders import check_file, load_model
 from perilune.cli.numbers import at_least
+from perilune.core.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from perilune.train.config import Run
 
 CONTEXT = 2048  # where no run says
 
@@ -18,13 +23,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help=f"tokens a document may span (as in the run's last stage; {CONTEXT} for a model folder)",
     )
+    parser.add_argument("--long-context", action="store_true", help="ask for what stands far back in long texts")
+    parser.add_argument(
+        "--lengths",
+        type=lengths,
+        default=None,
+        metavar="N,N,...",
+        help="of those texts, in tokens (128,512,2048,8192,16384)",
+    )
+    parser.add_argument("--json", type=Path, default=None, help="write all figures to this file as well")
+
+
+def lengths(text: str) -> tuple[int, ...]:
+    """`128,512` as numbers."""
+    return tuple(map(at_least(1), text.split(",")))
 
 
 def run(args: argparse.Namespace) -> int:
     from perilune.train.evaluate import bits_per_byte
-    from perilune.train.folder import read_run
-    from perilune.train.loop import open_corpus
+    from perilune.train.folder import read_run, write_json
 
+    check_file(args.json, "--json")
+    if args.lengths and not args.long_context:
+        raise ConfigError("--lengths: expected --long-context beside it, got none; add it")
     model, tokenizer = load_model(args.folder)
     trained = read_run(args.folder) if args.text is None or (args.folder / "run.json").exists() else None
     context = args.context or (trained.stages[-1].context if trained else CONTEXT)
@@ -32,16 +53,35 @@ def run(args: argparse.Namespace) -> int:
         texts = [read_text(args.text)]
     else:
         assert trained is not None
-        texts = [document.text for document in open_corpus(trained.data).held_out]
+        texts = held_out(trained)
+    size = sum(len(text.encode()) for text in texts)
     bits = bits_per_byte(model, tokenizer, texts, context=context)
-    print(f"{bits:.4f} bits per byte over {sum(len(text.encode()) for text in texts):,} bytes")
+    print(f"{bits:.4f} bits per byte over {size:,} bytes")
+    figures: dict[str, Any] = {"bits_per_byte": bits, "bytes": size, "context": context}
+    if args.long_context:
+        from rich.console import Console
+
+        from perilune.cli.long_context import measure, show
+
+        console = Console()
+        longest = max(stage.context for stage in trained.stages) if trained else context
+        figures["long_context"] = measure(model, tokenizer, texts, longest, console, args.lengths)
+        show(figures["long_context"], console)
+    if args.json is not None:
+        write_json(args.json, figures)
     return 0
+
+
+def held_out(run: "Run") -> list[str]:
+    """The texts of all of a run's sources that it never learns from."""
+    from perilune.data.source import open_source
+
+    corpora = [open_source(source) for source in run.data.sources.values()]
+    return [document.text for corpus in corpora for document in corpus.held_out]
 
 
 def read_text(path: Path) -> str:
     """The text of a file, line ends as they are; DataError if it has none."""
-    from perilune.core.errors import DataError
-
     try:
         text = path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:

@@ -1,9 +1,9 @@
-"""Where a trained model lies: a model folder, or a run folder that holds one."""
+"""Where a trained model lies: a model folder, or a run folder that holds one; and where a file can be put."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from perilune.core.errors import CheckpointError
+from perilune.core.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from perilune.data.tokenizer import ByteBPE
@@ -34,3 +34,9 @@ def load_model(path: Path) -> "tuple[K3Model, ByteBPE]":
             "it is another model's"
         )
     return model, tokenizer
+
+
+def check_file(path: Path | None, option: str) -> None:
+    """Raises ConfigError, before any work is done, where the file that `option` asks for cannot be written."""
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise ConfigError(f"{option}: expected a file in a folder that exists, got {path}; make the folder first")

@@ -14,8 +14,11 @@ from perilune.core.logs import show_logs
 
 VERBS = {  # verb: its one line of help; each is a module beside this one
     "train": "train a recipe; a run folder keeps everything it made",
-    "eval": "held-out bits per byte of a trained model",
+    "eval": "held-out bits per byte of a trained model, and what it makes of long texts",
     "generate": "continue a prompt with a trained model",
+    "chat": "write a text in turns with a trained model",
+    "report": "one page that shows what a run's model learned",
+    "compare": "one page that sets runs side by side, seeds averaged",
     "plan": "count a preset's parameters, part by part",
     "bench": "time the operations against their baselines",
     "doctor": "what this machine has and which backends will run",

@@ -9,6 +9,7 @@ from torch import Tensor
 from perilune.core.errors import ShapeError
 from perilune.infer.sampler import Sampling, sample
 from perilune.models.k3 import K3Model
+from perilune.nn.cache import HybridCache
 
 
 @torch.inference_mode()
@@ -19,30 +20,47 @@ def stream(
     *,
     sampling: Sampling = Sampling(),
     seed: int | None = None,
-    vocab_size: int | None = None,
-    first: Tensor | None = None,
 ) -> Iterator[Tensor]:
     """Yields the next tokens `[B]` of the prompts `[B, T]`, one step after another.
 
-    Only ids below `vocab_size` are drawn: a model may have more rows than its tokenizer has tokens.  `first`, bool over
-    the vocabulary, is what the first step may take.  The model is left as it was after every step, so that streams may
-    take turns.
+    The model is left as it was after every step, so that streams may take turns.
     """
     if prompt.dim() != 2 or prompt.shape[1] == 0:
         raise ShapeError(
             f"prompt: expected [B, T] with at least one token, got {list(prompt.shape)}; start with <|endoftext|>"
         )
-    generator = None if seed is None else torch.Generator(prompt.device).manual_seed(seed)
+    generator = seeded(seed, prompt.device)
     cache = model.new_cache(prompt.shape[0])
     tokens = prompt
     for _ in range(max_new_tokens):
-        with evaluating(model):
-            logits = model(tokens, cache=cache).logits[:, -1, :vocab_size]
-        if first is not None:
-            logits, first = logits.masked_fill(~first, -torch.inf), None
-        following = sample(logits, sampling, generator)
+        following = step(model, tokens, cache, sampling, generator)
         yield following
         tokens = following[:, None]
+
+
+@torch.inference_mode()
+def step(
+    model: K3Model,
+    tokens: Tensor,
+    cache: HybridCache,
+    sampling: Sampling,
+    generator: torch.Generator | None,
+    allowed: Tensor | None = None,
+) -> Tensor:
+    """Reads `tokens: [B, T]` on top of `cache`, moves that forward, and draws the next ones `[B]`.
+
+    `allowed`: bool `[V]`, the ids that may be drawn, the last of the model's left out where it is shorter; else all.
+    """
+    with evaluating(model):
+        logits = model(tokens, cache=cache).logits[:, -1]
+    if allowed is not None:
+        logits = logits[:, : len(allowed)].masked_fill(~allowed, -torch.inf)
+    return sample(logits, sampling, generator)
+
+
+def seeded(seed: int | None, device: torch.device) -> torch.Generator | None:
+    """A generator of its own for a seed; without one, None, which is the global generator."""
+    return None if seed is None else torch.Generator(device).manual_seed(seed)
 
 
 @contextmanager

@@ -48,15 +48,18 @@ def bits_per_byte(
     return nats / math.log(2) / size
 
 
-def sample_texts(texts: Sequence[str], limit_bytes: int) -> list[str]:
-    """Some of `texts`, always the same ones, `limit_bytes` of UTF-8 in all or as much as there is.
+def in_fixed_order(texts: Sequence[str]) -> list[str]:
+    """By their hashes, which have nothing to do with names or lengths: any first few are fair, and always the same."""
+    return sorted(texts, key=lambda text: hashlib.sha256(text.encode()).digest())
 
-    In the order of their hashes, which has nothing to do with their names or lengths; the last one is cut to fit.
-    """
+
+def sample_texts(texts: Sequence[str], limit_bytes: int) -> list[str]:
+    """The first of `texts` in a fixed order, `limit_bytes` of UTF-8 in all, the last one cut to fit."""
     sample: list[str] = []
-    for data in sorted((text.encode() for text in texts), key=lambda data: hashlib.sha256(data).digest()):
+    for text in in_fixed_order(texts):
         if limit_bytes <= 0:
             break
+        data = text.encode()
         sample.append(data[:limit_bytes].decode(errors="ignore"))  # half a character is left out
         limit_bytes -= len(data)
     return sample
