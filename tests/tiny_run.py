@@ -1,5 +1,7 @@
 """A training run that takes a second: two layers, everything on, two context stages, repetitive text."""
 
+import json
+
 from perilune.data.corpus import Corpus, Document
 from perilune.train.config import DataConfig, Run, Stage
 from tiny_k3 import config
@@ -19,7 +21,7 @@ STAGES = (
 OVERRIDES = [  # of the nano recipe: the same on a command line
     *(f"model.{key}={value}" for key, value in SMALL_MODEL.items()),
     *(f"model.linear_attn_config.{key}={list(v) if isinstance(v, tuple) else v}" for key, v in SMALL_ATTENTION.items()),
-    *(f"stages.{i}.{key}={value}" for i, s in enumerate(STAGES) for key, value in s.to_dict().items()),
+    *(f"stages.{i}.{key}={json.dumps(value)}" for i, s in enumerate(STAGES) for key, value in s.to_dict().items()),
     "data.vocab_size=300",
 ]
 

@@ -30,13 +30,18 @@ class Smoothed:
 
 @contextmanager
 def watching(console: Console, trainer: "Trainer") -> Iterator[Callable[["Progress"], None]]:
-    """Gives the function that is to be told of every step."""
+    """Gives the function that is to be told of every step.
+
+    The time left is judged by the steps since now alone: a run may go on where it stopped days ago.
+    """
     loss, speed = Smoothed(), Smoothed()
+    first = trainer.steps_done
 
     def describe(progress: "Progress") -> str:
         loss.add(progress.losses["next_token"])
         speed.add(progress.stage.batch_tokens / progress.seconds)
-        return f"stage {progress.stage.name}  loss {loss.value:.3f}  {speed.value:,.0f} tokens/s"
+        stage = f"stage {progress.stage_number}/{progress.stages} {progress.stage.name}"
+        return f"{stage}  loss {loss.value:.3f}  {speed.value:,.0f} tokens/s"
 
     if console.is_terminal:
         columns = (
@@ -46,7 +51,7 @@ def watching(console: Console, trainer: "Trainer") -> Iterator[Callable[["Progre
             TimeRemainingColumn(),
         )
         with Bar(*columns, console=console) as bar:
-            task = bar.add_task("starting", total=trainer.steps, completed=trainer.steps_done)
+            task = bar.add_task("starting", total=trainer.steps, completed=first)
             yield lambda progress: bar.update(task, completed=progress.step, description=describe(progress))
         return
     last = start = time.monotonic()
@@ -56,7 +61,7 @@ def watching(console: Console, trainer: "Trainer") -> Iterator[Callable[["Progre
         text, now = describe(progress), time.monotonic()
         if now - last >= LINE_SECONDS or progress.step == progress.steps:
             last = now
-            left = (now - start) / progress.step * (progress.steps - progress.step)
+            left = (now - start) / (progress.step - first) * (progress.steps - progress.step)
             console.print(f"step {progress.step}/{progress.steps}  {text}  {left / 60:.1f} min left", markup=False)
 
     yield line

@@ -2,38 +2,75 @@
 
 perilune train nano
 perilune train nano seed=1 stages.0.tokens=200000 --out runs/short
+perilune train --resume runs/demo                                      where it stopped, to the same bits
+perilune train --resume runs/demo stages.1.lr=2e-3 --out runs/lower    from there in a copy, at other rates
 """
 
 import argparse
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from perilune.cli.numbers import human
+from perilune.core.errors import BackendError, CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from perilune.train.loop import Trainer
+    from perilune.cli.interrupt import Interrupt
+    from perilune.train.checkpoint import Checkpoints
+    from perilune.train.config import Run, Stage
+    from perilune.train.loop import Progress, Trainer
+    from perilune.train.metrics import Metrics
 
-PROMPTS = ("def ", "class ", "import ")
+MAY_DIFFER = re.compile(r"checkpoint_every|data\.sources\.[^.]+\.path")
+"""Keys that may change when a run goes on in its folder, for they do not change what it learns: that a text under
+another path is the same text is checked when it is read."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """A run at work in its folder, which this process has claimed."""
+
+    folder: Path
+    trainer: "Trainer"
+    checkpoints: "Checkpoints"
+    console: "Console"
+    tensorboard: bool
+    recipe: tuple[str, ...] = ()
+    """What was typed to begin it, its name and what was changed in it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from perilune.recipes import RECIPES
 
-    parser.add_argument("recipe", help=", ".join(RECIPES))
+    parser.add_argument("recipe", nargs="?", help=f"{', '.join(RECIPES)}; none for --resume")
     parser.add_argument(
         "changes", nargs="*", default=[], metavar="key=value", help="changes to the recipe, dotted where nested"
     )
     parser.add_argument("--out", type=Path, default=None, help="the run's folder (runs/RECIPE)")
     parser.add_argument("--overwrite", action="store_true", help="replace the run that is there")
+    parser.add_argument("--resume", type=Path, default=None, metavar="RUN", help="go on with the run in this folder")
+    parser.add_argument("--device", type=device_name, default="auto", help="auto, cpu, cuda or cuda:1 (auto)")
+    parser.add_argument("--tensorboard", action="store_true", help="write what metrics.jsonl gets for TensorBoard too")
     parser.add_argument("--print", action="store_true", dest="show", help="print the resolved recipe and stop")
 
 
-def run(args: argparse.Namespace) -> int:
-    from perilune import recipes
+def device_name(text: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
+        raise argparse.ArgumentTypeError(f"expected auto, cpu, cuda or cuda:N, got {text!r}")
+    return text
 
-    recipe = recipes.get(args.recipe).override(args.changes)
+
+def run(args: argparse.Namespace) -> int:
+    recipe = absolute(resolve(args))
     if args.show:
         import json
 
@@ -42,112 +79,279 @@ def run(args: argparse.Namespace) -> int:
 
     from rich.console import Console
 
-    from perilune.cli.progress import watching
-    from perilune.train.folder import check_folder, start_folder, write_json
+    console = Console()
+    if args.resume is None:
+        return begin(args, recipe, console)
+    if args.out is None or args.out == args.resume:
+        return resume(args, recipe, console)
+    return branch(args, recipe, console)
+
+
+def resolve(args: argparse.Namespace) -> "Run":
+    """The run that is asked for: a recipe, or the one to go on with, with its changes."""
+    from perilune import recipes
+    from perilune.train.folder import read_run
+
+    if args.resume is not None and (args.recipe is None or "=" in args.recipe):
+        changes = [args.recipe, *args.changes] if args.recipe else []
+        return read_run(args.resume).override(changes)
+    if args.recipe is None:
+        raise ConfigError("the following arguments are required: recipe; see perilune train --help")
+    return recipes.get(args.recipe).override(args.changes)
+
+
+def absolute(recipe: "Run") -> "Run":
+    """The same with paths that hold in any folder: a run is gone on with from elsewhere."""
+    data, init = recipe.data, recipe.init
+    return recipe.replace(
+        init=init and str(Path(init).resolve()),
+        data=data.replace(
+            sources={name: source.resolved() for name, source in data.sources.items()},
+            tokenizer=data.tokenizer and str(Path(data.tokenizer).resolve()),
+        ),
+    )
+
+
+# three ways to start
+
+
+def begin(args: argparse.Namespace, recipe: "Run", console: "Console") -> int:
+    """A new run."""
+    from perilune.train.checkpoint import Checkpoints
+    from perilune.train.folder import check_folder, start_folder
+    from perilune.train.lock import check_unclaimed, claimed
     from perilune.train.loop import Trainer
-    from perilune.train.metrics import Metrics
 
     folder = args.out or Path("runs") / args.recipe
     check_folder(folder, args.overwrite)
-    console = Console()
+    check_unclaimed(folder)
+    device = find_device(args.device)
     with console.status("reading the corpus, training the tokenizer"):
-        trainer = Trainer(recipe)
-    start_folder(folder, recipe, args.overwrite)
-    show_start(trainer, console)
-    with Metrics(folder / "metrics.jsonl") as metrics, watching(console, trainer) as watch:
-        trainer.train(metrics, watch)
-    trainer.save(folder / "model")
-    result = judge(trainer, console)
-    write_json(folder / "result.json", result)
-    show_result(result, console)
-    show_samples(trainer, console)
-    show_next(folder, [args.recipe, *args.changes], console)
-    return 0
+        trainer = Trainer(recipe, device=device)
+    with claimed(folder):
+        start_folder(folder, recipe, args.overwrite)
+        show_start(trainer, console)
+        typed = (args.recipe, *args.changes)
+        return train(Session(folder, trainer, Checkpoints(folder), console, args.tensorboard, typed))
 
 
-def show_next(folder: Path, recipe: list[str], console: "Console") -> None:
-    """What to try now, as it can be typed here.  `recipe` is its name and what was changed in it."""
-    import os
-    import shlex
-    import shutil
-    import sys
+def resume(args: argparse.Namespace, recipe: "Run", console: "Console") -> int:
+    """A run in its folder, from its newest whole checkpoint or, before the first, from its beginning."""
+    from perilune.data.tokenizer import FILE, ByteBPE
+    from perilune.train.checkpoint import Checkpoints
+    from perilune.train.feed import Feed
+    from perilune.train.folder import check_writable, differences, read_run, spell, write_json
+    from perilune.train.lock import claimed
+    from perilune.train.loop import Trainer
 
-    command = "perilune" if shutil.which("perilune") else os.path.relpath(sys.argv[0])
-    console.print(
-        f"\nSaved in {folder}. Next:\n"
-        f'  {command} generate {folder} --prompt "def "\n'
-        f"  {command} eval {folder}\n"
-        f"  {command} train {shlex.join(recipe)} seed=1 --out {folder}-seed1\n"
-        f"  {command} plan k3",
+    folder = args.resume
+    found = differences(recipe.to_dict(), read_run(folder).to_dict())
+    if fixed := {key: pair for key, pair in found.items() if not MAY_DIFFER.fullmatch(key)}:
+        raise ConfigError(
+            f"{folder}: expected the run's own configuration, got {spell(fixed)}; leave that out to go on as it was, "
+            "or add --out FOLDER to go on in a copy at other rates"
+        )
+    check_writable(folder)
+    with claimed(folder):
+        if (folder / "result.json").exists():
+            console.print(f"{folder}: finished; nothing is left to do", markup=False, soft_wrap=True)
+            return 0
+        checkpoints = Checkpoints(folder)
+        checkpoint = checkpoints.latest()
+        with console.status("reading the corpus"):
+            feed = None
+            if checkpoint is None and (folder / FILE).exists():
+                feed = Feed(recipe, ByteBPE.load(folder))
+            trainer = Trainer(recipe, feed, device=find_device(args.device), checkpoint=checkpoint)
+        if found:
+            write_json(folder / "run.json", recipe.to_dict())
+        console.print(f"going on after step {trainer.steps_done:,} of {trainer.steps:,}", soft_wrap=True)
+        return train(Session(folder, trainer, checkpoints, console, args.tensorboard))
+
+
+def branch(args: argparse.Namespace, recipe: "Run", console: "Console") -> int:
+    """A run from another's newest checkpoint, that one's past copied, with other rates or as it was."""
+    from perilune.train.checkpoint import Checkpoints
+    from perilune.train.folder import check_folder, copy_past, start_folder
+    from perilune.train.lock import check_unclaimed, claimed
+    from perilune.train.loop import Trainer
+
+    source, folder = args.resume, args.out
+    check_folder(folder, args.overwrite)
+    check_unclaimed(folder)
+    checkpoint = Checkpoints(source).latest()
+    if checkpoint is None:
+        raise CheckpointError(f"{source}: expected a checkpoint to go on from, found none; train a recipe instead")
+    with console.status("reading the corpus"):
+        trainer = Trainer(recipe, device=find_device(args.device), checkpoint=checkpoint)
+    with claimed(folder):
+        start_folder(folder, recipe, args.overwrite)
+        copy_past(source, folder)
+        console.print(f"going on after step {trainer.steps_done:,} of {trainer.steps:,}", soft_wrap=True)
+        session = Session(folder, trainer, Checkpoints(folder), console, args.tensorboard)
+        trainer.checkpoint(session.checkpoints)
+        return train(session)
+
+
+def find_device(name: str) -> str:
+    """`auto` and `cuda` made definite.  ConfigError for a GPU that is not there."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "cpu" or (name == "auto" and not count):
+        return "cpu"
+    index = int(name.partition(":")[2] or 0)
+    if index >= count:
+        raise ConfigError(f"--device: expected one of {count} GPUs, got {name}; choose another, or cpu")
+    return f"cuda:{index}"
+
+
+# what all of them do then
+
+
+def train(session: Session) -> int:
+    """All that is left of the run; returns the exit code."""
+    from perilune.cli.interrupt import Interrupt
+    from perilune.train.folder import keep_tokenizer
+
+    trainer, folder = session.trainer, session.folder
+    with explained(session):
+        if not (folder / "tokenizer.json").exists():
+            keep_tokenizer(folder, trainer.feed.tokenizer)
+        with Interrupt() as interrupt:
+            climb(session, interrupt)
+        if not interrupt.asked:
+            finish(session)
+            return 0
+    session.console.print(
+        f"stopped after step {trainer.steps_done:,} of {trainer.steps:,}; go on with: {way_on(session)}",
         markup=False,
         soft_wrap=True,
     )
+    return interrupt.exit_code
+
+
+def climb(session: Session, interrupt: "Interrupt") -> None:
+    """The steps of all stages that are left, with what every one leaves in the folder."""
+    from perilune.cli.progress import watching
+    from perilune.train.metrics import Metrics
+    from perilune.train.tensorboard import TensorBoard
+
+    folder, trainer = session.folder, session.trainer
+    start = trainer.steps_done
+    with ExitStack() as stack:
+        metrics = stack.enter_context(Metrics(folder / "metrics.jsonl", after=start))
+        snapshots = stack.enter_context(Metrics(folder / "snapshots.jsonl", after=start))
+        watchers = [stack.enter_context(watching(session.console, trainer))]
+        if session.tensorboard:
+            watchers.append(stack.enter_context(TensorBoard(folder / "tensorboard", after=start)).write)
+        trainer.train(
+            metrics,
+            lambda progress: tell(watchers, progress),
+            lambda stage: take_snapshot(trainer, stage, snapshots),
+            checkpoints=session.checkpoints,
+            stop=lambda: interrupt.asked,
+        )
+
+
+def tell(watchers: "list[Callable[[Progress], None]]", progress: "Progress") -> None:
+    for watcher in watchers:
+        watcher(progress)
+
+
+def take_snapshot(trainer: "Trainer", stage: "Stage", snapshots: "Metrics") -> None:
+    """A line on what goes on inside the model at the end of a stage."""
+    from perilune.train.inspection import inspect
+
+    figures = inspect(
+        trainer.model,
+        trainer.feed.tokenizer,
+        [document.text for document in trainer.feed.held_out],
+        context=stage.context,
+        loads={name: window.total() for name, window in trainer.loads.items()},
+    )
+    snapshots.write(step=trainer.steps_done, stage=stage.name, tokens=trainer.tokens_done, **figures)
+    snapshots.sync()
+
+
+def finish(session: Session) -> None:
+    """Keeps the model, judges it, writes and shows the verdict: in this order, so that what is lost comes again."""
+    from perilune.cli.result import judge, show_result
+    from perilune.report import write_report
+    from perilune.train.folder import write_json
+
+    folder, console = session.folder, session.console
+    session.trainer.save(folder / "model")
+    result = judge(session.trainer, folder, console)
+    write_json(folder / "result.json", result)
+    show_result(result, console)
+    try:
+        write_report(folder)
+    except BackendError as error:  # the page can be made later
+        console.print(str(error), markup=False, soft_wrap=True)
+    show_next(session)
+
+
+@contextmanager
+def explained(session: Session) -> Iterator[None]:
+    """Adds to what ends a run early how to go on."""
+    from perilune.train.folder import free_space
+    from perilune.train.loop import Diverged
+
+    try:
+        yield
+    except Diverged as error:
+        raise Diverged(f"{error}: {lower_rate(session)}") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; make room there, then: {way_on(session)}") from error
+    except OSError as error:
+        what = f"{error.filename or session.folder}: {error.strerror or error}"
+        raise DataError(f"{what} ({free_space(session.folder)}); mend that, then: {way_on(session)}") from error
+
+
+def way_on(session: Session) -> str:
+    return f"{command()} train --resume {shlex.quote(str(session.folder))}"
+
+
+def lower_rate(session: Session) -> str:
+    """The command that goes on from the last checkpoint at half the rate at which a run diverged."""
+    trainer, folder, last = session.trainer, session.folder, session.checkpoints.last
+    if last is None:
+        return "there is no checkpoint yet, begin anew"
+    rate = f"stages.{trainer.run.stages.index(trainer.stage)}.lr={trainer.stage.lr / 2:g}"
+    copy = shlex.quote(f"{folder}-lower")
+    return f"{last} is whole, from there in a copy: {way_on(session)} {rate} --out {copy}"
+
+
+def command() -> str:
+    """This command as it can be typed here."""
+    return "perilune" if shutil.which("perilune") else os.path.relpath(sys.argv[0])
 
 
 def show_start(trainer: "Trainer", console: "Console") -> None:
     """What is learned from, and how large the model is."""
-    corpus = trainer.corpus
+    for name, corpus in trainer.feed.corpora.items():
+        size = f"{human(corpus.train_bytes)} bytes" if corpus.train_bytes is not None else "a stream"
+        held_out = sum(document.byte_count for document in corpus.held_out)
+        console.print(
+            f"{name}: {size} to learn from, {human(held_out)} held out in {len(corpus.held_out):,} documents",
+            markup=False,
+            soft_wrap=True,
+        )
+        if corpus.skipped:
+            count, example = len(corpus.skipped), corpus.skipped[0]
+            console.print(f"{name}: {count:,} left out, such as {example}", markup=False, soft_wrap=True)
     parameters = sum(p.numel() for p in trainer.model.parameters())
     console.print(
-        f"{human(corpus.train_bytes)} bytes to learn from in {len(corpus.train):,} files, "
-        f"{human(corpus.held_out_bytes)} held out in {len(corpus.held_out):,}; "
-        f"{trainer.tokenizer.vocab_size:,} tokens in the vocabulary; {human(parameters)} parameters",
-        soft_wrap=True,
-    )
-    if corpus.skipped:
-        console.print(
-            f"{len(corpus.skipped):,} files skipped, such as {corpus.skipped[0]}", markup=False, soft_wrap=True
-        )
-
-
-def judge(trainer: "Trainer", console: "Console") -> dict[str, Any]:
-    """Held-out bits per byte of the model and of what needs no model, and the experts' load."""
-    from perilune.data.corpus import total_text
-    from perilune.train.baselines import compressors
-    from perilune.train.evaluate import bits_per_byte
-
-    corpus = trainer.corpus
-    context = trainer.run.stages[-1].context
-    with console.status("scoring the held-out text"):
-        texts = [document.text for document in corpus.held_out]
-        bits = {"perilune": bits_per_byte(trainer.model, trainer.tokenizer, texts, context=context)}
-    with console.status("the same text through gzip, xz and a Kneser-Ney model"):
-        bits |= compressors(total_text(corpus.train), total_text(corpus.held_out))
-    return {
-        "bits_per_byte": bits,
-        "expert_load": trainer.expert_load(),
-        "tokens": trainer.tokens_done,
-        "seed": trainer.run.seed,
-    }
-
-
-def show_result(result: dict[str, Any], console: "Console") -> None:
-    """The table of bits per byte, best first, and a line on the experts."""
-    from rich.table import Table
-
-    table = Table(title="held-out text")
-    table.add_column("model")
-    table.add_column("bits per byte", justify="right")
-    for name, value in sorted(result["bits_per_byte"].items(), key=lambda item: item[1]):
-        table.add_row(name, f"{value:.3f}", style="bold" if name == "perilune" else None)
-    console.print(table)
-    load = result["expert_load"]
-    console.print(
-        f"experts, worst layer over the last steps: Gini {load['gini']:.3f}, "
-        f"fullest {1 + load['max_violation']:.2f}x the mean, {load['dead_experts']} dead",
+        f"{trainer.feed.tokenizer.vocab_size:,} tokens in the vocabulary; {human(parameters)} parameters",
         soft_wrap=True,
     )
 
 
-def show_samples(trainer: "Trainer", console: "Console") -> None:
-    """How the model continues a few prompts."""
-    from rich.panel import Panel
-    from rich.text import Text
-
-    from perilune.infer.sampler import Sampling
-    from perilune.infer.text import stream_text
-
-    sampling = Sampling(temperature=0.7, top_p=0.95)
-    for seed, prompt in enumerate(PROMPTS):
-        pieces = stream_text(trainer.model, trainer.tokenizer, prompt, 120, sampling=sampling, seed=seed)
-        console.print(Panel(Text(prompt + "".join(pieces)), title=f"continues {prompt!r}", title_align="left"))
+def show_next(session: Session) -> None:
+    """What to try now, as it can be typed here."""
+    perilune, folder = command(), shlex.quote(str(session.folder))
+    lines = [f'{perilune} generate {folder} --prompt "def "', f"{perilune} eval {folder}", f"{perilune} plan k3"]
+    if session.recipe:
+        lines.insert(2, f"{perilune} train {shlex.join(session.recipe)} seed=1 --out {folder}-seed1")
+    session.console.print("\n  ".join([f"\nSaved in {session.folder}. Next:", *lines]), markup=False, soft_wrap=True)

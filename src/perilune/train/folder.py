@@ -10,14 +10,18 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perilune.core.errors import CheckpointError, ConfigError, DataError
 from perilune.train.config import Run
 
+if TYPE_CHECKING:
+    from perilune.data.tokenizer import ByteBPE
+
 LOCK = "training.pid"
 """Names the process that trains in the folder, and is locked by it (`perilune.train.lock`)."""
-MADE_BY_A_RUN = ("result.json", "metrics.jsonl", "snapshots.jsonl", "report.html", "tokenizer.json")
+LINES = ("metrics.jsonl", "snapshots.jsonl")
+MADE_BY_A_RUN = ("result.json", *LINES, "report.html", "tokenizer.json")
 FOLDERS_MADE_BY_A_RUN = ("checkpoints", "model", "tensorboard")
 
 
@@ -58,6 +62,24 @@ def start_folder(folder: Path, run: Run, overwrite: bool = False) -> None:
     for name in MADE_BY_A_RUN:
         (folder / name).unlink(missing_ok=True)
     write_json(folder / "run.json", run.to_dict())
+
+
+def keep_tokenizer(folder: Path, tokenizer: "ByteBPE") -> None:
+    """Writes the run's `tokenizer.json`, whole or not at all."""
+    partial = folder / "tokenizer.partial"
+    try:
+        file = tokenizer.save(partial)
+        sync(file)
+        file.replace(folder / file.name)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def copy_past(source: Path, folder: Path) -> None:
+    """The lines that the run in `source` has written, for one that goes on from it in `folder`."""
+    for name in LINES:
+        if (source / name).exists():
+            shutil.copyfile(source / name, folder / name)
 
 
 def read_run(folder: Path) -> Run:

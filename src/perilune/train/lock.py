@@ -40,3 +40,10 @@ def claimed(folder: Path) -> Iterator[None]:
             yield
         finally:
             path.unlink(missing_ok=True)
+
+
+def check_unclaimed(folder: Path) -> None:
+    """Raises DataError as `claimed` does, before anything is made ready; makes nothing."""
+    if (folder / LOCK).exists():
+        with claimed(folder):
+            pass

@@ -1,25 +1,30 @@
 """The training loop."""
 
+import itertools
+import math
 import time
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from perilune.core.errors import DataError, PeriluneError
-from perilune.data.corpus import Corpus, standard_library, text_folder
-from perilune.data.packing import Batch, PackedBatches
+from perilune.core.errors import PeriluneError
+from perilune.data.packing import Batch
 from perilune.data.tokenizer import ByteBPE
-from perilune.models.k3 import K3Model
+from perilune.models.k3 import K3Model, K3Output
 from perilune.nn.load import LoadWindow, dead_experts, gini, max_violation
 from perilune.optim import PerHeadMuon, qk_clip_
-from perilune.train.config import DataConfig, Run, Stage
+from perilune.train import state
+from perilune.train.checkpoint import Checkpoints
+from perilune.train.config import Run, Stage
+from perilune.train.feed import Feed
 from perilune.train.metrics import Metrics
-
-SMALLEST_TEXT = 1000  # bytes; less than this is a mistake
 
 
 class Diverged(PeriluneError):
@@ -27,42 +32,73 @@ class Diverged(PeriluneError):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Update:
+    """What one optimizer step gives."""
+
+    losses: dict[str, float]
+    """By name, as computed; `next_token` in nats a token."""
+    grad_norm: float
+    """Of all gradients, as they came."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Progress:
     """What a watcher is told after every step."""
 
     stage: Stage
+    stage_number: int
+    """From 1."""
+    stages: int
     step: int
     steps: int
     tokens: int
     """Tokens trained on so far."""
     losses: dict[str, float]
     """The step's, by name; `next_token` in nats a token."""
+    grad_norm: float
+    gini: float
+    """Of the worst layer's expert loads over the last `load_window` steps, as are the next two."""
+    max_violation: float
+    dead: float
+    """Share of all experts without a token."""
     lr: float
     seconds: float
     """Time the step took."""
 
+    def line(self) -> dict[str, Any]:
+        """As `metrics.jsonl` keeps it."""
+        names = ("step", "tokens", "lr", "losses", "grad_norm", "gini", "max_violation", "dead")
+        values = {name: getattr(self, name) for name in names}
+        return {**values, "stage": self.stage.name, "seconds": round(self.seconds, 4)}
+
 
 class Trainer:
-    """One run: model, optimizer, data stream, and the step that moves them on.
+    """One run: model, optimizer, data, and the step that moves them on.
 
-    `train()` goes through all stages; `step()` alone is for whoever writes another loop.
+    `train()` goes through what is left of the stages; `step()` alone is for whoever writes another loop.
+
+    feed: the data, if they are open already.  device: where model and batches are.
+    checkpoint: a whole one of this run to go on from; otherwise it begins, from `run.init` or from drawn weights.
     """
 
-    def __init__(self, run: Run, corpus: Corpus | None = None) -> None:
+    def __init__(
+        self,
+        run: Run,
+        feed: Feed | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        checkpoint: Path | None = None,
+    ) -> None:
         self.run = run
+        self.device = torch.device(device)
         torch.manual_seed(run.seed)
-        self.model = K3Model(run.model)  # first: what is wrong with it shows before the text has been read
-        self.corpus = open_corpus(run.data) if corpus is None else corpus
-        texts = [document.text for document in self.corpus.train]
-        self.tokenizer = ByteBPE.train(texts, run.data.vocab_size)
-        first = run.stages[0]
-        self.batches = PackedBatches(
-            self.tokenizer.encode_documents(texts), first.batch_tokens, first.context, run.seed
-        )
+        self.model = K3Model(run.model).to(self.device)  # first: what is wrong with it shows before the text is read
+        source = checkpoint or (state.starting_point(Path(run.init)) if run.init else None)
+        self.feed = feed or Feed(run, ByteBPE.load(source) if source else None)
         options = run.optimizer
         self.optimizer = PerHeadMuon(
             self.model.parameter_roles(),
-            first.lr,
+            run.stages[0].lr,
             momentum=options.momentum,
             weight_decay=options.weight_decay,
             adamw_lr=options.adamw_lr,
@@ -71,45 +107,81 @@ class Trainer:
         self.balancers = self.model.balancers()
         self.attentions = self.model.latent_attentions()
         self.loads = {name: LoadWindow(run.load_window) for name in self.balancers}
+        self._ends = list(itertools.accumulate(stage.steps for stage in run.stages))
         self.steps_done = 0
         self.tokens_done = 0
+        if checkpoint is not None:
+            state.restore(self, checkpoint)
+            return
+        self.feed.begin(self.stage)
+        if source is not None:
+            state.start_from(self, source)
 
     @property
     def steps(self) -> int:
-        return sum(stage.steps for stage in self.run.stages)
+        return self._ends[-1]
 
-    def train(self, metrics: Metrics, watch: Callable[[Progress], None] = lambda progress: None) -> None:
-        """All stages, one after the other; every step leaves a line in `metrics`, then `watch` is told."""
-        for stage in self.run.stages:
-            self.batches.resize(stage.batch_tokens, stage.context)
-            for _ in range(stage.steps):
-                start = time.perf_counter()
-                losses = self.step(self.batches.next())
-                progress = Progress(
-                    stage=stage,
-                    step=self.steps_done,
-                    steps=self.steps,
-                    tokens=self.tokens_done,
-                    losses=losses,
-                    lr=self.optimizer.param_groups[0]["lr"],
-                    seconds=time.perf_counter() - start,
-                )
-                self._record(progress, metrics)
-                watch(progress)
+    @property
+    def stage(self) -> Stage:
+        """The next step's; after the last step, the last one."""
+        return self.run.stages[self._stage_index]
 
-    def _record(self, progress: Progress, metrics: Metrics) -> None:
-        metrics.write(
-            step=progress.step,
-            stage=progress.stage.name,
-            tokens=progress.tokens,
-            lr=progress.lr,
-            seconds=round(progress.seconds, 4),
-            losses={name: round(value, 5) for name, value in progress.losses.items()},
-            gini=round(self.expert_load()["gini"], 4),
+    @property
+    def _stage_index(self) -> int:
+        return min(bisect_right(self._ends, self.steps_done), len(self._ends) - 1)
+
+    def train(
+        self,
+        metrics: Metrics,
+        watch: Callable[[Progress], None] = lambda progress: None,
+        at_stage_end: Callable[[Stage], None] = lambda stage: None,
+        *,
+        checkpoints: Checkpoints | None = None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """What is left of all stages, or what `stop`, asked after every step, leaves of it.
+
+        Every step leaves a line in `metrics`, then `watch` is told.  `at_stage_end` comes once a stage, before the
+        checkpoint there, so that whoever goes on from a checkpoint knows that it was called for all stages before.
+        Checkpoints are made every `checkpoint_every` steps, where a stage ends and before a stop.
+        """
+        while self.steps_done < self.steps:
+            progress = self._advance()
+            metrics.write(**progress.line())
+            watch(progress)
+            stage_ended, stopped = self.steps_done in self._ends, stop()
+            if stage_ended:
+                at_stage_end(progress.stage)
+                self.feed.begin(self.stage)
+            if checkpoints and (stage_ended or stopped or self.steps_done % self.run.checkpoint_every == 0):
+                metrics.sync()
+                self.checkpoint(checkpoints)
+            if stopped:
+                return
+
+    def _advance(self) -> Progress:
+        """One step on the data's next batch."""
+        number, stage, start = self._stage_index + 1, self.stage, time.perf_counter()
+        update = self.step(self.feed.next())
+        load = self.expert_load()
+        return Progress(
+            stage=stage,
+            stage_number=number,
+            stages=len(self.run.stages),
+            step=self.steps_done,
+            steps=self.steps,
+            tokens=self.tokens_done,
+            losses=update.losses,
+            grad_norm=update.grad_norm,
+            gini=load["gini"],
+            max_violation=load["max_violation"],
+            dead=load["dead_experts"] / max(sum(b.num_experts for b in self.balancers.values()), 1),
+            lr=self.optimizer.param_groups[0]["lr"],
+            seconds=time.perf_counter() - start,
         )
 
-    def step(self, batch: Batch) -> dict[str, float]:
-        """One optimizer step; returns the losses' parts.
+    def step(self, batch: Batch) -> Update:
+        """One optimizer step.
 
         Raises Diverged where the loss or its gradient is no number, and leaves model and optimizer as they were.
         """
@@ -119,31 +191,51 @@ class Trainer:
         for attention in self.attentions.values():
             attention.track_max_logits = clipping
         self.model.train()
-        output = self.model(batch.input_ids, cu_seqlens=batch.cu_seqlens, targets=batch.labels)
+        output = self.model(
+            self._moved(batch.input_ids), cu_seqlens=batch.cu_seqlens, targets=self._moved(batch.labels)
+        )
         assert output.loss is not None
         output.loss.backward()
-        self._check_finite(output.loss)
+        update = self._checked(output, tokens)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if clipping:
             self._clip_logits()
-        for name, balancer in self.balancers.items():
+        for balancer in self.balancers.values():
             balancer.update()
-            self.loads[name].add(balancer.loads)
+        self._count_loads()
         self.steps_done += 1
         self.tokens_done = tokens
-        return {name: float(loss) for name, loss in output.losses.items()}
+        return update
 
-    def _check_finite(self, loss: Tensor) -> None:
-        """Raises Diverged, and forgets all that the step left behind, unless the loss and its gradient are numbers."""
+    def _moved(self, tensor: Tensor) -> Tensor:
+        """On the model's device, without waiting for it."""
+        if self.device.type == "cuda":
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=True)
+
+    def _checked(self, output: K3Output, tokens: int) -> Update:
+        """The step's figures, in one transfer; raises Diverged, and forgets all that the step left behind, unless the
+        loss and its gradient are numbers."""
+        assert output.loss is not None
         norm = get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
-        for what, value in (("loss", loss), ("gradient norm", norm)):
-            if not torch.isfinite(value):
+        figures = torch.stack([norm, output.loss.detach(), *output.losses.values()])
+        grad_norm, loss, *losses = figures.tolist()
+        for what, value in (("loss", loss), ("gradient norm", grad_norm)):
+            if not math.isfinite(value):
                 self._discard()
                 raise Diverged(
-                    f"{what}: expected a number, got {value.item()} at step {self.steps_done + 1}; "
-                    "lower the learning rate"
+                    f"{what}: expected a number, got {value} at step {self.steps_done + 1} "
+                    f"(stage {self.stage.name}, tokens {self.tokens_done:,} to {tokens:,}); lower the learning rate"
                 )
+        return Update(losses=dict(zip(output.losses, losses)), grad_norm=grad_norm)
+
+    def _count_loads(self) -> None:
+        """Takes the step's loads to the CPU, all layers at once."""
+        if self.balancers:
+            loads = torch.stack([balancer.loads for balancer in self.balancers.values()]).cpu()
+            for window, own in zip(self.loads.values(), loads):
+                window.add(own)
 
     def _discard(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -187,21 +279,14 @@ class Trainer:
             "dead_experts": sum(map(dead_experts, loads)),
         }
 
+    def checkpoint(self, checkpoints: Checkpoints) -> None:
+        """Keeps all that going on needs.  Raises CheckpointError where the disk does not take it."""
+        checkpoints.save(self.steps_done, partial(state.write, self))
+
     def save(self, folder: Path) -> None:
         """The model and its tokenizer, loadable by `K3Model.from_pretrained` and `ByteBPE.load`.
 
         The model's `config.json` comes last: a folder that has one is complete.
         """
-        self.tokenizer.save(folder)
+        self.feed.tokenizer.save(folder)
         self.model.save_pretrained(folder)
-
-
-def open_corpus(data: DataConfig) -> Corpus:
-    """The texts of a run.  Raises DataError where they are too little to learn from, or none is left to judge on."""
-    corpus = standard_library() if data.source == "standard_library" else text_folder(Path(data.source), data.pattern)
-    if corpus.train_bytes < SMALLEST_TEXT or not corpus.held_out:
-        raise DataError(
-            f"{data.source}: expected at least {SMALLEST_TEXT} bytes to learn from and some to hold out, got "
-            f"{corpus.train_bytes} and {corpus.held_out_bytes}; add text"
-        )
-    return corpus

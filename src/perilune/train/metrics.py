@@ -25,7 +25,7 @@ class Metrics:
 
     def write(self, **values: Any) -> None:
         """Adds a line, which names its `step`.  Raises OSError where the disk does not take it."""
-        self._file.write(json.dumps(values, allow_nan=False) + "\n")
+        self._file.write(json.dumps(values) + "\n")
         self._file.flush()
 
     def sync(self) -> None:

@@ -1,0 +1,40 @@
+"""The figures of every step for TensorBoard, beside `metrics.jsonl`, which stays what is true."""
+
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from perilune.core.errors import ConfigError
+from perilune.train.loop import Progress
+
+
+class TensorBoard:
+    """Writes scalars into `folder`; `after` is the last step that stays there where a run goes on.
+
+    Raises ConfigError where the package is missing.
+    """
+
+    def __init__(self, folder: Path, after: int = 0) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ConfigError(
+                "tensorboard: expected the package, found none; pip install 'perilune[tensorboard]'"
+            ) from None
+        self._writer = SummaryWriter(str(folder), purge_step=after + 1)
+
+    def write(self, progress: Progress) -> None:
+        """All figures of one step."""
+        line = progress.line()
+        figures = {f"loss/{name}": value for name, value in line.pop("losses").items()} | line
+        for name, value in figures.items():
+            if isinstance(value, (int, float)):
+                self._writer.add_scalar(name, value, progress.step)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._writer.close()
