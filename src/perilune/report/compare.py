@@ -1,0 +1,474 @@
+"""The page that sets runs side by side: what differs, who is better at what, and whether seeds explain it."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from perilune.core.errors import DataError
+from perilune.report import figures, measures, words
+from perilune.report.figures import Chart, Figure, Key, line, plain, short
+from perilune.report.page import Section, document, escape, notice_html, section_html, tiles_html
+from perilune.report.read import Column, RunFiles, Snapshot, Steps
+from perilune.report.theme import DASHES, LIGHT, LINES, axis, colour, layout, titled
+from perilune.report.variants import (
+    MEASURES,
+    Measure,
+    Variant,
+    apart,
+    conclusion,
+    differences,
+    grouped,
+    ranked,
+    sample,
+    told,
+)
+
+FAINT = {"opacity": 0.3, "hoverinfo": "skip"}  # a single seed
+
+
+def comparison(runs: Sequence[RunFiles]) -> str:
+    """The page; DataError for fewer than two runs."""
+    if len(runs) < 2:
+        raise DataError(f"compare: expected two runs or more, got {len(runs)}; name another")
+    variants = grouped(runs)
+    sections = sections_of(variants)
+    body = [header_html(variants), conclusion_html(variants), settings_html(variants), *map(section_html, sections)]
+    nav = [("conclusion", "Conclusion"), ("settings", "What differs"), *((s.id, s.title) for s in sections)]
+    return document("Comparison of runs", nav, "\n".join(body))
+
+
+# head and tables
+
+
+def header_html(variants: list[Variant]) -> str:
+    runs = [run for variant in variants for run in variant.runs]
+    seeds = sorted({len(variant.runs) for variant in variants})
+    each = (
+        f"{seeds[0]} {'seed' if seeds == [1] else 'seeds'} each"
+        if len(seeds) == 1
+        else f"{seeds[0]} to {seeds[-1]} seeds each"
+    )
+    names = "".join(
+        f'<li><span class="swatch" style="--key:var(--{LINES[i % len(LINES)]})"></span>{escape(variant.name)}</li>'
+        for i, variant in enumerate(variants)
+    )
+    notes = [f"{run.name}: {note}" for run in runs for note in run.notes if run.finished]
+    notes += [
+        f"{run.name} has not finished; its curves are shown, its figures are not counted."
+        for run in runs
+        if not run.finished
+    ]
+    notes += [f"{v.name}: {seed}" for v in variants for seed in repeated_seeds(v)]
+    lead = "Not everything here is complete." if notes else ""
+    tiles = []
+    for measure in MEASURES:
+        order = ranked(variants, measure)
+        if len(order) > 1 and order[0][1].mean != order[-1][1].mean:
+            best, top = order[0]
+            tiles.append((measure.show(top.mean), measure.name, f"best: {best.name}"))
+    return (
+        f'<header><p class="eyebrow">Comparison</p><h1>{words.human(len(variants))} variants, {escape(each)}</h1>'
+        f'<ul class="facts">{names}</ul>{notice_html(lead, notes)}{tiles_html(tiles) if tiles else ""}</header>'
+    )
+
+
+def repeated_seeds(variant: Variant) -> list[str]:
+    """Runs that are no seeds of their own."""
+    seeds = [measures.seed(run) for run in variant.runs]
+    twice = sorted({s for s in seeds if s is not None and seeds.count(s) > 1})
+    return [f"seed {seed} is there {seeds.count(seed)} times; its runs are not independent." for seed in twice]
+
+
+def conclusion_html(variants: list[Variant]) -> str:
+    sentences = [(m.name, text) for m in MEASURES if (text := conclusion(variants, m)) is not None]
+    said = "".join(
+        f"<li><strong>{escape(name[0].upper() + name[1:])}</strong>: {escape(text)}</li>" for name, text in sentences
+    )
+    shown = [m for m in MEASURES if any(sample(v, m) for v in variants)]
+    if not shown:
+        return '<section id="conclusion"><h2>Conclusion</h2><p class="empty">No run has finished yet.</p></section>'
+    head = "".join(f"<th>{escape(m.name)}<br>{'less' if m.lower else 'more'} is better</th>" for m in shown)
+    rows = "".join(
+        f'<tr><th><span class="swatch" style="--key:var(--{LINES[i % len(LINES)]})"></span>{escape(variant.name)}</th>'
+        + "".join(cell_html(variants, variant, measure) for measure in shown)
+        + "</tr>"
+        for i, variant in enumerate(variants)
+    )
+    return (
+        '<section id="conclusion"><h2>Conclusion</h2><p class="see">Mean and standard deviation over seeds; the single seeds '
+        "stand below. Two variants count as different where Welch's t test says so at 5%; with this many figures, one in "
+        f'twenty may do so by chance.</p><ul class="words">{said}</ul><div class="card scroll"><table class="stacked"><thead><tr><th>variant</th>'
+        f"{head}</tr></thead><tbody>{rows}</tbody></table></div></section>"
+    )
+
+
+def cell_html(variants: list[Variant], variant: Variant, measure: Measure) -> str:
+    found = sample(variant, measure)
+    label = f'data-label="{escape(measure.name)}"'
+    if found is None:
+        return f"<td {label}><span>not known</span></td>"
+    top = ranked(variants, measure)[0][1]
+    singles = ", ".join(measure.show(v) for v in found.values) if len(found.values) > 1 else "one seed"
+    best = found.mean == top.mean
+    beside = "" if best or apart(top, found) is not False else "; within the spread of the best"
+    return f'<td {label} class="{"best" if best else ""}"><span>{told(found, measure)}<small>{singles}{beside}</small></span></td>'
+
+
+def settings_html(variants: list[Variant]) -> str:
+    rows = differences([variant.settings for variant in variants])
+    caution = ""
+    if any(key.startswith("data.") for key, _ in rows):
+        caution = notice_html(
+            "The variants learn from different data, so their bits per byte may be of different texts.", []
+        )
+    if len(variants) == 1:
+        table = '<p class="empty">These runs differ by their seed alone.</p>'
+    elif not rows:
+        table = '<p class="empty">Their configurations are not known, or do not differ.</p>'
+    else:
+        head = "".join(f"<th>{escape(variant.name)}</th>" for variant in variants)
+        lines = "".join(
+            f"<tr><th><code>{escape(key)}</code></th>"
+            + "".join(
+                f'<td data-label="{escape(v.name)}">{setting_html(value)}</td>' for v, value in zip(variants, values)
+            )
+            + "</tr>"
+            for key, values in rows
+        )
+        table = (
+            f'<div class="card scroll"><table class="stacked"><thead><tr><th>key</th>{head}</tr></thead>'
+            f"<tbody>{lines}</tbody></table></div>"
+        )
+    return (
+        '<section id="settings"><h2>What differs</h2><p class="see">Every key of the configurations that is not the same '
+        f"in all variants, the seed left out.</p>{table}{caution}</section>"
+    )
+
+
+def setting_html(value: Any) -> str:
+    return f"<code>{escape('none' if value is None else short(str(value), 80))}</code>"
+
+
+# charts
+
+
+def sections_of(variants: list[Variant]) -> list[Section]:
+    return [
+        Section(
+            "figures", "Side by side",
+            "Every seed is a point; the bar is their mean.",
+            "to trust a difference between means that is smaller than the distance between seeds.",
+            [dots(variants, measure, i == 0) for i, measure in enumerate(MEASURES)], "No run has finished yet.",
+        ),
+        Section(
+            "learning", "Learning",
+            "The smoothed loss, and held-out bits per byte where stages end. Thick: mean over seeds; thin: single seeds.",
+            "a variant that leads early and is passed later: the end counts.",
+            [loss(variants), bits_by_stage(variants)], "No step has been logged yet.",
+        ),
+        Section(
+            "experts", "Experts",
+            "How evenly tokens are spread over experts, in the worst layer, over a window of steps.",
+            "a curve above 0.1, or one that climbs.",
+            [gini(variants)], "No step has been logged yet.",
+        ),
+        Section(
+            "long", "Long context",
+            "What is found in texts of growing length, and the loss at each place in the longest text.",
+            "a curve that drops where the trained length ends.",
+            [tasks(variants), position(variants)], "No run has been judged yet.",
+        ),
+        Section(
+            "depth", "Depth and memory",
+            "The size of what sublayers read, what they take from the live sum, and how long KDA heads remember.",
+            "a size that doubles from sublayer to sublayer, or most heads at the left end.",
+            [activations(variants), live_share(variants), half_life(variants)], "No snapshot yet.",
+        ),
+    ]  # fmt: skip
+
+
+def keys_of(variants: list[Variant]) -> list[Key]:
+    return [Key(short(v.name), colour(i), DASHES[i % len(DASHES)]) for i, v in enumerate(variants)]
+
+
+def curves(
+    variants: list[Variant], of: Callable[[RunFiles], tuple[list[Any], Column] | None], marks: bool = False
+) -> list[dict[str, Any]]:
+    """Each variant's seeds thin, and thick their mean, over the x that all of them have."""
+    traces: list[dict[str, Any]] = []
+    for i, variant in enumerate(variants):
+        found = [curve for run in variant.runs if (curve := of(run)) is not None and len(curve[0])]
+        if not found:
+            continue
+        name, stroke = short(variant.name), colour(i)
+        if len(found) > 1:
+            traces += [line(x, y, name, stroke, line={"width": 1}, **FAINT) for x, y in found]
+        x, y = average(found)
+        more: dict[str, Any] = {"line": {"width": 2.4, "dash": DASHES[i % len(DASHES)]}}
+        if marks:
+            more |= {"mode": "lines+markers", "marker": {"size": 8, "symbol": i}}
+        traces.append(line(x, y, name, stroke, **more))
+    return traces
+
+
+def average(found: list[tuple[list[Any], Column]]) -> tuple[list[Any], list[float]]:
+    """The mean of several curves at the x that all of them have; NaN counts in no mean."""
+    tables = [dict(zip(x, y)) for x, y in found]
+    x = [place for place in found[0][0] if all(place in table for table in tables)]
+    return x, [_mean([table[place] for table in tables]) for place in x]
+
+
+def _mean(values: list[float]) -> float:
+    known = [v for v in values if math.isfinite(v)]
+    return sum(known) / len(known) if known else math.nan
+
+
+def longest(variants: list[Variant]) -> Steps | None:
+    """The steps of the run that trained on most tokens."""
+    steps = [run.steps for variant in variants for run in variant.runs if run.steps is not None]
+    return max(steps, key=lambda s: float(s.tokens[-1]), default=None)
+
+
+def same_stages(variants: list[Variant]) -> bool:
+    return all(variant.runs[0].stages == variants[0].runs[0].stages for variant in variants)
+
+
+def over_tokens(
+    variants: list[Variant], id: str, title: str, of: Callable[[Steps], Column], yaxis: dict[str, Any], **more: Any
+) -> Chart | None:
+    """A smoothed column of the metrics over tokens."""
+
+    def curve(run: RunFiles) -> tuple[list[Any], Column] | None:
+        if run.steps is None or not len(measures.known(of(run.steps))):
+            return None
+        kept = figures.evenly(len(run.steps))
+        return run.steps.tokens[kept].tolist(), measures.smoothed(of(run.steps), run.steps.parts)[kept]
+
+    steps, traces = longest(variants), curves(variants, curve)
+    if steps is None or not traces:
+        return None
+    stages = same_stages(variants)
+    figure = figures.over_time(steps, traces, names=stages, borders=stages, yaxis=yaxis, **more)
+    return figures.single(id, title, figure, keys_of(variants), wide=True)
+
+
+def dots(variants: list[Variant], measure: Measure, wide: bool) -> Chart | None:
+    """A row a variant: its seeds and their mean."""
+    found = [(i, v, s) for i, v in enumerate(variants) if (s := sample(v, measure)) is not None]
+    if not found:
+        return None
+    seeds = [
+        {
+            "type": "scatter", "mode": "markers", "x": s.values, "y": [row] * len(s.values), "name": plain(v.name),
+            "marker": {"size": 10, "color": colour(i), "opacity": 0.55}, "text": [measure.show(x) for x in s.values],
+            "hovertemplate": "%{text}<extra></extra>",
+        }
+        for row, (i, v, s) in enumerate(found)
+    ]  # fmt: skip
+    means = [
+        {
+            "type": "line", "xref": "x", "yref": "y", "x0": s.mean, "x1": s.mean, "y0": row - 0.3, "y1": row + 0.3,
+            "line": {"color": colour(i), "width": 3},
+        }
+        for row, (i, _, s) in enumerate(found)
+    ]  # fmt: skip
+    values = [x for _, _, s in found for x in s.values]
+    room = 0.12 * (max(values) - min(values)) or 0.05 * abs(values[0]) or 0.5
+    figure = {
+        "data": seeds,
+        "layout": layout(
+            height=76 + 34 * len(found), hovermode="closest", shapes=means,
+            xaxis=axis(range=[min(values) - room, max(values) + room], nticks=6, hoverformat=".4g"),
+            yaxis=figures.depth_axis([plain(v.name, 22) for _, v, _ in found]),
+        ),
+    }  # fmt: skip
+    title = f"{measure.name[0].upper()}{measure.name[1:]}; {'less' if measure.lower else 'more'} is better"
+    return figures.single(f"dots-{MEASURES.index(measure)}", title, figure, wide=wide)
+
+
+def loss(variants: list[Variant]) -> Chart | None:
+    values = [measures.known(run.steps.next_token) for v in variants for run in v.runs if run.steps is not None]
+    together = np.concatenate(values) if values else np.array([])
+    if not len(together):
+        return None
+    yaxis = figures.loss_axis(together)
+    return over_tokens(
+        variants, "loss", "Training loss, nats a token, smoothed", lambda s: s.next_token, yaxis, height=380
+    )
+
+
+def gini(variants: list[Variant]) -> Chart | None:
+    shape, label = figures.level(0.1, "0.1")
+    yaxis = {"rangemode": "tozero", "hoverformat": ".3f"}
+    return over_tokens(
+        variants, "gini", "Gini of the experts' load, worst layer", lambda s: s.gini, yaxis, shapes=[shape], annotations=[label]
+    )  # fmt: skip
+
+
+def bits_by_stage(variants: list[Variant]) -> Chart | None:
+    def curve(run: RunFiles) -> tuple[list[Any], Column] | None:
+        known = [(plain(s.stage, 16), s.bits_per_byte) for s in run.snapshots if s.bits_per_byte is not None]
+        return ([name for name, _ in known], np.array([bits for _, bits in known])) if known else None
+
+    traces = curves(variants, curve, marks=True)
+    figure = {
+        "data": traces,
+        "layout": layout(xaxis=axis(type="category", showgrid=False), yaxis=axis(hoverformat=".4f")),
+    }
+    title = "Bits per byte at each stage's end, on a fixed part of the held-out text"
+    return figures.single("bits-stages", title, figure, keys_of(variants), wide=True) if traces else None
+
+
+def tasks(variants: list[Variant]) -> Chart | None:
+    """Accuracy by length; the reader chooses the task."""
+    runs = [run for v in variants for run in v.runs if run.result and run.result.long_context]
+    names = list(dict.fromkeys(n for run in runs for n, e in run.result.long_context.tasks.items() if e))  # type: ignore[union-attr]
+    drawn = {short(name): accuracy(variants, name) for name in sorted(names, key=lambda n: n != "needle")}
+    if not drawn:
+        return None
+    return Chart(
+        "tasks", "Share of answers right, by length", drawn, keys_of(variants), "Thin dots: what guessing gets.", True
+    )
+
+
+def accuracy(variants: list[Variant], task: str) -> Figure:
+    def curve(run: RunFiles) -> tuple[list[Any], Column] | None:
+        entries = measures.task(run, task)
+        return ([e.length for e in entries], np.array([e.accuracy for e in entries])) if entries else None
+
+    runs = [run for v in variants for run in v.runs]
+    entries = [e for run in runs for e in measures.task(run, task)]
+    chance = sorted({e.length: e.chance for e in entries if math.isfinite(e.chance)}.items())
+    traces = curves(variants, curve, marks=True)
+    if chance:
+        x, y = zip(*chance)
+        traces.append(line(x, y, "chance", LIGHT["soft"], line={"width": 1, "dash": "dot"}))
+    shapes, labels = trained_mark(runs)
+    return {
+        "data": traces,
+        "layout": layout(
+            height=320, margin={"l": 8, "r": 10, "t": 28, "b": 8}, shapes=shapes, annotations=labels,
+            xaxis=figures.length_axis(e.length for e in entries), yaxis=axis(tickformat=".0%", range=[-0.03, 1.05], hoverformat=".1%"),
+        ),
+    }  # fmt: skip
+
+
+def trained_mark(runs: list[RunFiles]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Where the trained length ends, if it is the same for all."""
+    lengths = {run.trained_context for run in runs}
+    length = lengths.pop() if len(lengths) == 1 else None
+    if not length:
+        return [], []
+    shape, label = figures.upright(length, "trained up to here")
+    return [shape], [label]
+
+
+def position(variants: list[Variant]) -> Chart | None:
+    """In the longest context that all runs were asked for."""
+    runs = [run for v in variants for run in v.runs if run.result and run.result.long_context]
+    asked = [set(run.result.long_context.loss_by_position) for run in runs]  # type: ignore[union-attr]
+    context = max(set.intersection(*asked), default=None) if asked else None
+    if context is None:
+        return None
+
+    def curve(run: RunFiles) -> tuple[list[Any], Column] | None:
+        if run not in runs:
+            return None
+        buckets = run.result.long_context.loss_by_position[context]  # type: ignore[union-attr]
+        return [figures.place(b) for b in buckets], np.array([b.nats for b in buckets])
+
+    traces = curves(variants, curve, marks=True)
+    if not traces:
+        return None
+    shapes, labels = trained_mark(runs)
+    figure = {
+        "data": traces,
+        "layout": layout(
+            height=320, margin={"l": 8, "r": 10, "t": 28, "b": 8}, shapes=shapes, annotations=labels,
+            xaxis=figures.position_axis(1, context), yaxis=axis(hoverformat=".3f"),
+        ),
+    }  # fmt: skip
+    return figures.single(
+        "position", f"Loss by position in texts of {words.length(context)} tokens", figure, keys_of(variants), wide=True
+    )
+
+
+def last(run: RunFiles, has: Callable[[Snapshot], Any]) -> Snapshot | None:
+    """The last snapshot that says something about it."""
+    return next((s for s in reversed(run.snapshots) if has(s)), None)
+
+
+def over_depth(
+    variants: list[Variant],
+    id: str,
+    title: str,
+    of: Callable[[RunFiles], list[tuple[str, float]]],
+    xaxis: dict[str, Any],
+) -> Chart | None:
+    """A value a sublayer, depth running down."""
+    names = max(([name for name, _ in of(run)] for v in variants for run in v.runs), key=len)
+    if not names:
+        return None
+
+    def curve(run: RunFiles) -> tuple[list[Any], Column]:
+        rows = [(names.index(name), value) for name, value in of(run) if name in names]
+        return [row for row, _ in rows], np.array([value for _, value in rows])
+
+    traces = [
+        trace | {"x": trace["y"], "y": trace["x"], "hovertemplate": "%{x:.3g}"} for trace in curves(variants, curve)
+    ]
+    figure = {
+        "data": traces,
+        "layout": layout(
+            height=figures.depth_height(len(names), 60), hovermode="closest", xaxis=axis(**xaxis),
+            yaxis=figures.depth_axis([words.sublayer(plain(name, 24)) for name in names]),
+        ),
+    }  # fmt: skip
+    return figures.single(id, title, figure, keys_of(variants))
+
+
+def activations(variants: list[Variant]) -> Chart | None:
+    def inputs(run: RunFiles) -> list[tuple[str, float]]:
+        snapshot = last(run, lambda s: s.activation_rms)
+        return [(name, value) for name, value, _ in snapshot.activation_rms] if snapshot else []
+
+    values = [value for v in variants for run in v.runs for _, value in inputs(run) if value > 0]
+    wide = len(values) > 0 and max(values) > 30 * min(values)
+    xaxis = {"title": titled("root mean square")} | ({"type": "log", "dtick": 1} if wide else {"rangemode": "tozero"})
+    return over_depth(variants, "activations", "Size of what each sublayer reads", inputs, xaxis)
+
+
+def live_share(variants: list[Variant]) -> Chart | None:
+    def live(run: RunFiles) -> list[tuple[str, float]]:
+        snapshot = last(run, lambda s: s.depth_attention)
+        return [(n, w[-1]) for n, w in snapshot.depth_attention if len(w) > 1] if snapshot else []
+
+    title = "Share that each sublayer takes from the live sum"
+    return over_depth(variants, "live-sum", title, live, {"tickformat": ".0%", "range": [0, 1]})
+
+
+def half_life(variants: list[Variant]) -> Chart | None:
+    """The heads' medians, seeds together, as a cumulative share."""
+    traces = []
+    for i, variant in enumerate(variants):
+        taken = [s for run in variant.runs if (s := last(run, lambda s: s.half_life)) is not None]
+        medians = sorted(v[1] for s in taken for heads in s.half_life.values() for v in heads if 0 < v[1] < math.inf)
+        if medians:
+            shares = [(k + 1) / len(medians) for k in range(len(medians))]
+            shape = {"shape": "hv", "dash": DASHES[i % len(DASHES)]}
+            traces.append(line(medians, shares, short(variant.name), colour(i), line=shape))
+    if not traces:
+        return None
+    values = [x for trace in traces for x in trace["x"]]
+    figure = {
+        "data": traces,
+        "layout": layout(
+            xaxis=axis(type="log", title=titled("tokens"), tickmode="array", **figures.decades(min(values), max(values))),
+            yaxis=axis(tickformat=".0%", range=[0, 1.02]),
+        ),
+    }  # fmt: skip
+    return figures.single(
+        "half-life", "Share of KDA heads whose half-life is shorter", figure, keys_of(variants), wide=True
+    )
