@@ -134,10 +134,10 @@ def test_nothing_held_out_when_nothing_is_asked(tmp_path: Path) -> None:
 
 
 def test_an_empty_or_missing_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"expected at least one \*\.txt file, found none; put UTF-8 text"):
+    with pytest.raises(DataError, match=r"expected at least one \*\.txt file, found none; put text there"):
         text_files(tmp_path)
     (tmp_path / "latin.txt").write_bytes(b"\xe9")
-    with pytest.raises(DataError, match=r"found none \(1 skipped, latin.txt: not UTF-8\)"):
+    with pytest.raises(DataError, match=r"document with text, found none \(1 skipped, latin.txt: not UTF-8\)"):
         text_files(tmp_path)
     with pytest.raises(DataError, match=r"nowhere: expected a folder of \*\.txt files, found none"):
         text_files(tmp_path / "nowhere")

@@ -133,7 +133,8 @@ def text_files(
     """
     corpus = _read(str(path), local_files(path, pattern), held_out, text_key, clean)
     if not corpus.train and not corpus.held_out:
-        raise _no_text(path, pattern, f" ({len(corpus.skipped)} skipped, {corpus.skipped[0]})")
+        reasons = f" ({len(corpus.skipped)} skipped, {corpus.skipped[0]})" if corpus.skipped else ""
+        raise DataError(f"{path}: expected at least one document with text, found none{reasons}; put UTF-8 text there")
     return corpus
 
 
@@ -146,15 +147,8 @@ def local_files(path: str | Path, pattern: str) -> list[tuple[str, Path]]:
         raise DataError(f"{path}: expected a folder of {pattern} files, found none; check the path")
     files = find_files(path, pattern)
     if not files:
-        raise _no_text(path, pattern)
+        raise DataError(f"{path}: expected at least one {pattern} file, found none; put text there or set pattern")
     return files
-
-
-def _no_text(path: str | Path, pattern: str, reasons: str = "") -> DataError:
-    return DataError(
-        f"{path}: expected at least one {pattern} file, found none{reasons}; "
-        "put UTF-8 text there or give another pattern"
-    )
 
 
 def _read(

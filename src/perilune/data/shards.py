@@ -115,13 +115,12 @@ def _parquet(path: Path, text_key: str) -> Iterator[tuple[int, str]]:
                     f"{path}: expected a column {text_key!r}, got {', '.join(map(repr, columns))}; set text_key"
                 )
             for batch in file.iter_batches(batch_size=1000, columns=[text_key]):  # within a row group
-                for value in batch.column(0).to_pylist():
+                for value in batch.column(0):
+                    text = checked_text(value.as_py(), text_key, f"{path}:{row + 1}")
                     row += 1
-                    yield row, checked_text(value, text_key, f"{path}:{row}")
+                    yield row, text
     except UnicodeDecodeError:
-        raise DataError(
-            f"{path}: expected UTF-8 in {text_key!r}, got other bytes after row {row}; convert it"
-        ) from None
+        raise DataError(f"{path}: expected UTF-8, got other bytes after row {row}; convert the column") from None
     except (OSError, needed("pyarrow", str(path)).ArrowException) as error:
         raise DataError(
             f"{path}: expected a whole Parquet file, got {_one_line(error)} after row {row}; fetch it anew"
