@@ -75,7 +75,7 @@ class Page:
     """
 
     def __init__(self, length: int, random: Random, until: float, bend: float) -> None:
-        """until: the depth before which statements stand.  bend: above 1 it draws them to the start."""
+        """until: the depth before which statements stand.  bend, 0 to 1: how strongly they are drawn to the start."""
         self.length, self.random = length, random
         self._until, self._bend = until, bend
         self._statements: list[Line] = []
@@ -84,9 +84,10 @@ class Page:
         """Tokens not yet taken by lines."""
 
     def state(self, lines: Sequence[list[int]]) -> list[Line]:
-        """Puts statements there in this order, one at random in each of as many equal parts of the depths."""
-        depths = [self._until * ((i + self.random.random()) / len(lines)) ** self._bend for i in range(len(lines))]
-        put = [Line(ids, depth) for ids, depth in zip(lines, depths)]
+        """Puts statements there in this order, one at random in each of as many parts of the depths (equal ones, but
+        for `bend`)."""
+        even = [(i + self.random.random()) / len(lines) for i in range(len(lines))]
+        put = [Line(ids, self._until * x * (1 - self._bend + self._bend * x)) for ids, x in zip(lines, even)]
         self._statements += put
         self.free -= sum(len(line.ids) for line in put)
         return put

@@ -16,13 +16,13 @@ from perilune.data.tokenizer import ByteBPE
 class Scattered(Task):
     """Small `variables`, `aggregation` and `files` among each other, where documents meet.
 
-    The documents are shuffled, the long ones cut; statements lie anywhere, half of them in the first third, so that
+    The documents are shuffled, the long ones cut; statements lie anywhere, half of them in the first three eighths, so that
     questions at the end are more than half the text away from most of what they need.  Every second training sample
     asks at the end, once; the others ask again and again, later than the statements.
     """
 
     name = "scattered"
-    bend = 1.5
+    bend = 0.5
 
     def __init__(
         self, tokenizer: ByteBPE, filler: Sequence[np.ndarray], *, stated: float = 1.0, **options: Any

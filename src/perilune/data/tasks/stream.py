@@ -39,6 +39,7 @@ class TaskStream:
         )
 
     def skip(self, tokens: int) -> None:
+        """See `Stream`."""
         self.index += self._samples(tokens)
 
     def _samples(self, tokens: int) -> int:
@@ -50,7 +51,13 @@ class TaskStream:
         return number
 
     def state_dict(self) -> dict[str, Any]:
+        """See `Stream`."""
         return {"index": self.index}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Stream`."""
+        if state.keys() != {"index"}:
+            raise DataError(
+                f"{self.task.name}: expected the state of a task, got {', '.join(state)}; resume the same mix"
+            )
         self.index = int(state["index"])

@@ -25,8 +25,8 @@ class Task(ABC):
     """How often the best guess without reading is right."""
     least: int
     """The shortest length that every sample and every probe fits in."""
-    bend: ClassVar[float] = 1.0
-    """Above 1 it draws statements to the start."""
+    bend: ClassVar[float] = 0.0
+    """How strongly statements are drawn to the start: 0 not at all, 1 so that half of them are in the first quarter."""
     lines: str
     """The expression for each line of the task, without line breaks; nothing in the filler matches it."""
 

@@ -6,9 +6,10 @@ What a small model has to copy should be one token: a key or a value of several 
 import hashlib
 import logging
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, product
 
 from perilune.core.errors import ConfigError
 from perilune.data.tokenizer import ByteBPE
@@ -30,27 +31,33 @@ def choose_words(tokenizer: ByteBPE, number: int) -> list[Word]:
     """`number` different words, the same for the same tokenizer: tokens of a space and three or more ASCII letters, in
     the order of their SHA-256, so that common and rare ones mix.
 
-    A vocabulary with fewer such tokens gives made-up words of several tokens instead, all of them (` bakemo`); the log
-    says so.
+    A vocabulary with fewer such tokens gives made-up words instead (` bake`), all of the same number of tokens, as few
+    as there are enough of; the log says so.
     """
-    texts = [tokenizer.decode_bytes([i]) for i in range(tokenizer.vocab_size)]
-    texts = sorted((text for text in texts if _WORD.fullmatch(text)), key=lambda text: hashlib.sha256(text).digest())
-    words = [word for text in texts if len((word := as_word(tokenizer, text[1:].decode())).ids) == 1]
+    tokens = (tokenizer.decode_bytes([i]) for i in range(tokenizer.vocab_size))
+    texts = sorted((token[1:].decode() for token in tokens if _WORD.fullmatch(token)), key=_hash)
+    words = [word for text in texts if len((word := as_word(tokenizer, text)).ids) == 1]
     if len(words) < number:
-        log.info(f"tasks: {len(words)} words of one token, {number} wanted; made-up words of several tokens instead")
+        log.info(f"tasks: {len(words)} words of one token, {number} wanted; made-up ones of several tokens instead")
         return _made_up(tokenizer, number)
     return words[:number]
 
 
 def _made_up(tokenizer: ByteBPE, number: int) -> list[Word]:
     syllables = [c + v for c in "bdfgklmnprstvz" for v in "aeiou"]
-    drawn: dict[str, None] = {}
-    for i in count():
-        if len(drawn) == number:
-            return [as_word(tokenizer, text) for text in drawn]
-        digest = hashlib.sha256(str(i).encode()).digest()
-        drawn["".join(syllables[byte % len(syllables)] for byte in digest[:3])] = None
+    for length in count(2):
+        texts = sorted(map("".join, product(syllables, repeat=length)), key=_hash)
+        by_size = defaultdict(list)
+        for text, ids in zip(texts, tokenizer.encode_batch([f" {text}" for text in texts])):
+            by_size[len(ids)].append(Word(text, tuple(ids)))
+        for _, words in sorted(by_size.items()):
+            if len(words) >= number:
+                return words[:number]
     raise AssertionError
+
+
+def _hash(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
 
 
 def as_word(tokenizer: ByteBPE, text: str) -> Word:
