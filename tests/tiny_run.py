@@ -3,7 +3,10 @@
 import json
 
 from perilune.data.corpus import Corpus, Document
+from perilune.data.tokenizer import ByteBPE
 from perilune.train.config import DataConfig, Run, Stage
+from perilune.train.feed import Feed
+from perilune.train.loop import Trainer
 from tiny_k3 import config
 
 SMALL_MODEL = {
@@ -43,3 +46,9 @@ def text(i: int) -> str:
 def corpus() -> Corpus:
     documents = [Document(f"{i:02}.txt", text(i)) for i in range(12)]
     return Corpus(tuple(documents[:-2]), tuple(documents[-2:]))
+
+
+def trainer(made: Run, *, checkpoint=None, **options) -> Trainer:
+    """Of that run on `corpus()`; from `checkpoint` on, if there is one."""
+    feed = Feed(made, checkpoint and ByteBPE.load(checkpoint), {"text": corpus()})
+    return Trainer(made, feed, checkpoint=checkpoint, **options)

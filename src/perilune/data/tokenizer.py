@@ -104,7 +104,7 @@ class ByteBPE:
         """Writes `tokenizer.json`, as other libraries read it, into `folder` (made if need be); returns its path."""
         file = Path(folder) / FILE
         file.parent.mkdir(parents=True, exist_ok=True)
-        self._tokenizer.save(str(file))
+        file.write_text(self._tokenizer.to_str(pretty=True), encoding="utf-8")
         return file
 
     @property
