@@ -40,7 +40,9 @@ class Mixture:
             if name not in self.streams:
                 raise ConfigError(f"mix: there is no source or task called {name!r}; {nearest(name, self.streams)}")
         if tokens < context:
-            raise ConfigError(f"tokens: expected at least {context} (context), got {tokens}; a batch holds whole pieces")
+            raise ConfigError(
+                f"tokens: expected at least {context} (context), got {tokens}; a batch holds whole pieces"
+            )
         total = sum(weights.values())
         self._shares = {name: weight / total for name, weight in weights.items() if weight > 0}
         self._given = dict.fromkeys(self._shares, 0)

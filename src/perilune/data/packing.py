@@ -125,7 +125,7 @@ class PackedText:
 
     @cached_property
     def _stream(self) -> dict[str, int]:
-        checksum = zlib.crc32(np.ascontiguousarray(self._ids, dtype="<i8"))
+        checksum = zlib.crc32(self._ids.astype("<i8").tobytes())
         return {"seed": self.seed, "documents": len(self._starts) - 1, "tokens": len(self._ids), "checksum": checksum}
 
 

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field
 
 from perilune.core.config import Config, require
+from perilune.data.source import TextSource
 from perilune.models.k3.config import K3Config
 from perilune.optim.schedule import LearningRateStage, Schedule
 
@@ -12,14 +13,15 @@ from perilune.optim.schedule import LearningRateStage, Schedule
 class DataConfig(Config):
     """What a run learns from."""
 
-    source: str = "standard_library"
-    """`standard_library`, or the path of a folder of text files."""
-    pattern: str = "*.txt"
-    """Which files of a folder."""
+    sources: dict[str, TextSource] = field(default_factory=lambda: {"text": TextSource()})
+    """Texts by the names that stages mix them under; the first is also what tasks hide their statements in."""
     vocab_size: int = 2048
     """Of the byte-level BPE trained on the training text; where little text gives fewer tokens, that many."""
+    tokenizer: str | None = None
+    """A folder with a `tokenizer.json` to use instead of training one."""
 
     def __post_init__(self) -> None:
+        require(bool(self.sources), "sources", "at least one", "none", 'add {"text": {}}')
         _at_least(self, 257, "vocab_size", advice="256 bytes and the end of a text")
 
 
@@ -40,6 +42,10 @@ class Stage(Config):
     """Learning rate at the stage's end."""
     warmup: float = 0.01
     """Share of the stage's tokens spent warming up."""
+    mix: dict[str, float] = field(default_factory=lambda: {"text": 1.0})
+    """What a stage reads: shares of its tokens (any scale) by name of a source or a task (`perilune.data.tasks`)."""
+    min_document: int = 0
+    """Tokens a document of text must have to be read in this stage."""
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "context", "batch_tokens", "tokens", advice="give a length in tokens")
@@ -54,6 +60,12 @@ class Stage(Config):
         require(
             0 <= self.lr_end < math.inf, "lr_end", "a finite rate of at least 0", self.lr_end, "a tenth of lr is usual"
         )
+        shares = self.mix.values()
+        require(
+            all(0 <= share < math.inf for share in shares) and sum(shares) > 0,
+            "mix", "shares of at least 0, one of them above", self.mix, 'write {"text": 1}',
+        )  # fmt: skip
+        _at_least(self, 0, "min_document", advice="0 takes every document")
         require(0 <= self.warmup < 1, "warmup", "a share of the stage in [0, 1)", self.warmup, "write 0.01 for 1 %")
 
     @property
@@ -95,11 +107,16 @@ class Run(Config):
     seed: int = 0
     load_window: int = 50
     """Steps over which expert loads are summed before their Gini is taken."""
+    checkpoint_every: int = 100
+    """Steps between two checkpoints; each stage's end makes one too."""
+    init: str | None = None
+    """A run's folder, or a model's, to start from: weights, tokenizer and, where it has one, the optimizer's state."""
 
     def __post_init__(self) -> None:
         require(bool(self.stages), "stages", "at least one", "none", "add a Stage")
         require(0 <= self.seed < 2**63, "seed", "a number from 0 to below 2^63", self.seed, "any will do")
         _at_least(self, 1, "load_window", advice="50 steps serve well")
+        _at_least(self, 1, "checkpoint_every", advice="100 steps serve well")
         require(
             self.data.vocab_size <= self.model.vocab_size,
             "data.vocab_size",

@@ -1,0 +1,99 @@
+"""What a run reads: its sources opened, its tokenizer, and batches in the stages' mixtures."""
+
+from collections.abc import Mapping
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from perilune.core.errors import ConfigError, DataError, nearest
+from perilune.data.corpus import Corpus, Document
+from perilune.data.mixture import Mixture
+from perilune.data.packing import Batch
+from perilune.data.source import open_source
+from perilune.data.streamed import StreamedCorpus
+from perilune.data.stream import Stream
+from perilune.data.tasks import TASKS, TaskStream
+from perilune.data.tokenizer import ByteBPE
+from perilune.train.config import Run, Stage
+
+SMALLEST_TEXT = 1000  # bytes; less than this is a mistake
+TOKENIZER_BYTES = 100_000_000  # of each source, at most, to train a tokenizer on
+FILLER_TOKENS = 2_000_000  # of text for tasks to hide their statements in
+
+
+class Feed:
+    """Batches for a run's stages, and what else its data decides.
+
+    `begin` a stage, then `next` gives its batches; `state_dict` is the place in all streams.  `tokenizer` is given when
+    a run goes on or starts from another's; otherwise the one that the configuration names is loaded, or a new one
+    trained.  Raises DataError where a source has too little to learn from or nothing to be judged on, ConfigError for a
+    stage that mixes what is not there.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        tokenizer: ByteBPE | None = None,
+        corpora: Mapping[str, Corpus | StreamedCorpus] | None = None,
+    ) -> None:
+        self._seed = run.seed
+        used = list(dict.fromkeys(chain.from_iterable(stage.mix for stage in run.stages)))
+        sources = run.data.sources
+        for name in used:
+            if name not in sources and name not in TASKS:
+                raise ConfigError(
+                    f"mix: there is no source or task called {name!r}; {nearest(name, {*sources, *TASKS})}"
+                )
+        self.corpora = dict(corpora or {name: open_source(source) for name, source in sources.items()})
+        for name, corpus in self.corpora.items():
+            _check(name, corpus)
+        self.tokenizer = tokenizer or self._find_tokenizer(run)
+        self.batches = Mixture({name: self._stream(name) for name in used})
+
+    def _find_tokenizer(self, run: Run) -> ByteBPE:
+        if run.data.tokenizer is not None:
+            return ByteBPE.load(run.data.tokenizer)
+        texts = chain.from_iterable(corpus.texts(TOKENIZER_BYTES) for corpus in self.corpora.values())
+        return ByteBPE.train(texts, run.data.vocab_size)
+
+    def _stream(self, name: str) -> Stream:
+        if name in self.corpora:
+            return self.corpora[name].stream(self.tokenizer, self._seed)
+        return TaskStream(TASKS[name](self.tokenizer, self.filler), self._seed)
+
+    @cached_property
+    def filler(self) -> list[np.ndarray]:
+        """Encoded training documents of the first source, for tasks to hide their statements in."""
+        return next(iter(self.corpora.values())).filler(self.tokenizer, FILLER_TOKENS)
+
+    @property
+    def held_out(self) -> list[Document]:
+        """What the model is judged on, of all sources."""
+        return [document for corpus in self.corpora.values() for document in corpus.held_out]
+
+    def begin(self, stage: Stage) -> None:
+        """The next batch is the stage's first."""
+        self.batches.begin(stage.mix, tokens=stage.batch_tokens, context=stage.context, min_document=stage.min_document)
+
+    def next(self) -> Batch:
+        """The next batch of the stage that was begun."""
+        return self.batches.next()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in every stream, in JSON's types."""
+        return self.batches.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from there in the stage begun; DataError if the data are others by now."""
+        self.batches.load_state_dict(state)
+
+
+def _check(name: str, corpus: Corpus | StreamedCorpus) -> None:
+    enough = corpus.train_bytes is None or corpus.train_bytes >= SMALLEST_TEXT
+    if not enough or not corpus.held_out:
+        raise DataError(
+            f"{name}: expected at least {SMALLEST_TEXT} bytes to learn from and some to hold out, got "
+            f"{corpus.train_bytes} and {sum(document.byte_count for document in corpus.held_out)}; add text"
+        )
