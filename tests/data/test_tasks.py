@@ -18,7 +18,8 @@ from perilune.core.errors import ConfigError, DataError
 from perilune.data.packing import IGNORE
 from perilune.data.stream import Stream
 from perilune.data.tasks import TASKS, Needle, Question, Sample, Task, TaskStream
-from perilune.data.tasks.words import Template, as_word, choose_words
+from perilune.data.tasks.page import Page, Query
+from perilune.data.tasks.words import Template, Word, as_word, choose_words
 from perilune.data.tokenizer import ByteBPE
 
 VOCABULARIES = ("words", "tiny", "bytes")
@@ -193,7 +194,7 @@ def test_samples_are_the_same_everywhere() -> None:
         "variables": "4496209b0ad4b134",
         "aggregation": "f78ea2e7f1064e98",
         "files": "2c848326053b7538",
-        "scattered": "fd3944bb8dd0d3ff",
+        "scattered": "25382267f59541b6",
     }
 
 
@@ -273,19 +274,30 @@ def test_scattered_evidence_is_far_away() -> None:
     assert statistics.quantiles(anywhere, n=4)[0] < 0.75
 
 
-def test_scattered_lines_stand_between_shuffled_documents() -> None:
-    """Every sample meets several documents, in another order; the task's lines cut none of them in between."""
+def test_lines_stand_where_documents_meet() -> None:
+    """At the nearest of the joints 0, 10, 25 and 40; by hand."""
+    page = Page(45, random.Random(0), until=1.0, bend=0.0)
+    lines = page.state([[7], [8], [9]])
+    for line, depth in zip(lines, (0.1, 0.4, 0.8)):  # 4, 16 and 32 of 40 tokens
+        line.depth = depth
+    page.ask(Query([6], Word("", ()), lines), last=True)
+    sample = page.lay_out(0, np.arange(100, 140), joints=np.array([0, 10, 25, 40]))
+    assert sample.ids.tolist() == [0, 7, *range(100, 110), 8, *range(110, 125), 9, *range(125, 140), 6]
+    assert sample.questions[0].evidence == ((1, 2), (12, 13), (28, 29))
+
+
+def test_scattered_shuffles_documents() -> None:
+    """A sample holds pieces of many documents, in an order of its own."""
     bpe = tokenizer("words")
-    documents = [np.array(bpe.encode(f"{'abcdefgh'[i] * 3}\n" * 200), dtype=np.int32) for i in range(8)]
+    documents = [np.array(bpe.encode(f"{letter * 3}\n" * 200), dtype=np.int32) for letter in "abcdefgh"]
     drawn = TASKS["scattered"](bpe, documents)
     orders = set()
     for index in range(10):
         text = bpe.decode(drawn.probe(2000, 0, index).ids)
-        pieces = [part for part in re.split(rf"\n(?:{drawn.lines})(?=\n)|<.*?>", text) if part and part.strip()]
-        lines = [set(re.findall(r"(\w)\1\1", piece)) for piece in pieces]
-        orders.add(re.sub(r"(.)\1+", r"\1", "".join(re.findall(r"(\w)\1\1\n", re.sub(drawn.lines, "", text)))))
-        assert len(pieces) > 3
-        assert len(set.union(*lines)) > 3
+        letters = re.sub(drawn.lines, "", text)
+        pieces = re.findall(r"([a-h])\1\1\n(?:\s*\1+\n)*", letters)
+        assert len(set(pieces)) >= 4
+        orders.add("".join(pieces))
     assert len(orders) == 10
 
 

@@ -101,7 +101,7 @@ class Page:
     def lay_out(self, eos: int, text: np.ndarray, joints: np.ndarray | None = None) -> Sample:
         """The sample: end-of-text, then lines and the `free` tokens of `text` [free].
 
-        joints: places in the text, ascending and with its end among them; where given, lines stand nowhere else.
+        joints: places in the text, ascending, 0 and its end among them; where given, a line stands at the nearest.
         """
         assert len(text) == self.free >= 0, "text does not fill the page"
         ids = np.empty(self.length, dtype=np.int32)
@@ -114,7 +114,7 @@ class Page:
         for depth, line in everything:
             before = ceil(depth * self.free)
             if joints is not None:
-                before = int(joints[np.searchsorted(joints, before)])
+                before = int(joints[np.abs(joints - before).argmin()])
             start = position + before - used
             ids[position:start] = text[used:before]
             position, used = start + len(line.ids), before

@@ -16,9 +16,9 @@ from perilune.data.tokenizer import ByteBPE
 class Scattered(Task):
     """Small `variables`, `aggregation` and `files` among each other, where documents meet.
 
-    The documents are shuffled, the long ones cut; statements lie anywhere, half of them in the first three eighths, so that
+    The documents are shuffled, the long ones cut.  Statements lie anywhere, half of them in the first three eighths:
     questions at the end are more than half the text away from most of what they need.  Every second training sample
-    asks at the end, once; the others ask again and again, later than the statements.
+    asks at the end, once; the others ask again and again, anywhere after the statements in question.
     """
 
     name = "scattered"
