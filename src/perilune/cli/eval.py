@@ -61,11 +61,19 @@ def run(args: argparse.Namespace) -> int:
     if args.long_context:
         from rich.console import Console
 
-        from perilune.cli.long_context import measure, show
+        from perilune.cli.long_context import show
+        from perilune.train.probes import LENGTHS, long_context
 
         console = Console()
-        longest = max(stage.context for stage in trained.stages) if trained else context
-        figures["long_context"] = measure(model, tokenizer, texts, longest, console, args.lengths)
+        with console.status("long texts") as status:
+            figures["long_context"] = long_context(
+                model,
+                tokenizer,
+                texts,
+                trained=max(stage.context for stage in trained.stages) if trained else context,
+                lengths=args.lengths or LENGTHS,
+                progress=status.update,
+            )
         show(figures["long_context"], console)
     if args.json is not None:
         write_json(args.json, figures)

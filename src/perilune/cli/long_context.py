@@ -1,37 +1,11 @@
-"""What a model finds in long texts: measured while a line says where it is, then shown as tables."""
+"""What a model finds in long texts, as tables."""
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-
-if TYPE_CHECKING:
-    from perilune.data.tokenizer import ByteBPE
-    from perilune.models.k3 import K3Model
-
-
-def measure(
-    model: "K3Model",
-    tokenizer: "ByteBPE",
-    texts: Sequence[str],
-    trained: int,
-    console: Console,
-    lengths: Sequence[int] | None = None,
-) -> dict[str, Any]:
-    """`perilune.train.probes.long_context` of the held-out `texts`; `trained` is the longest context trained on."""
-    from perilune.train.probes import LENGTHS, long_context
-
-    with console.status("long texts") as status:
-        return long_context(
-            model,
-            tokenizer,
-            texts,
-            trained=trained,
-            lengths=LENGTHS if lengths is None else lengths,
-            progress=lambda what: status.update(f"long texts: {what}"),
-        )
 
 
 def show(figures: dict[str, Any], console: Console) -> None:
