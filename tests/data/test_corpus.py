@@ -1,11 +1,18 @@
 import ast
+import gzip
+import json
 import sys
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from perilune.core.errors import ConfigError, DataError
-from perilune.data.corpus import Corpus, standard_library, text_files, total_text
+from perilune.data.corpus import Corpus, is_held_out, standard_library, text_files, total_text
+from perilune.data.packing import PackedText
+from perilune.data.tokenizer import ByteBPE
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +148,88 @@ def test_an_empty_or_missing_folder_is_refused(tmp_path: Path) -> None:
         text_files(tmp_path)
     with pytest.raises(DataError, match=r"nowhere: expected a folder of \*\.txt files, found none"):
         text_files(tmp_path / "nowhere")
+
+
+def shards(folder: Path, texts: list[str]) -> Path:
+    """The same texts three times over, in every kind of shard."""
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (folder / "a.jsonl").write_text(lines)
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    pq.write_table(pa.table({"text": texts}), folder / "c.parquet")
+    return folder
+
+
+def test_a_shard_is_split_by_document(tmp_path: Path) -> None:
+    texts = [f"document {i}\n" for i in range(200)]
+    corpus = text_files(shards(tmp_path, texts) / "a.jsonl", held_out=0.1)
+    assert names(corpus) == sorted(f"a.jsonl:{i + 1}" for i in range(200))
+    assert [document.text for document in corpus.train] == [text for text in texts if not is_held_out(text, 0.1)]
+    assert 10 < len(corpus.held_out) < 30
+
+
+def test_a_text_is_on_one_side_whatever_shard_holds_it(tmp_path: Path) -> None:
+    texts = [f"document {i}\n" for i in range(200)]
+    folder = shards(tmp_path, texts)
+    sides = [text_files(folder, pattern, held_out=0.1) for pattern in ("*.jsonl", "*.gz", "*.parquet", "*")]
+    for corpus in sides:
+        assert [document.text for document in corpus.held_out] == [text for text in texts if is_held_out(text, 0.1)]
+        assert len(corpus.train) + len(corpus.held_out) == 200
+    assert sides[-1].skipped[:2] == (
+        "b.jsonl.gz:1: the same text as a.jsonl:1",
+        "b.jsonl.gz:2: the same text as a.jsonl:2",
+    )
+    assert len(sides[-1].skipped) == 400
+
+
+def test_a_folder_of_files_and_shards(tmp_path: Path) -> None:
+    write(tmp_path, notes_txt="one", sub__b_md="two")
+    (tmp_path / "c.jsonl").write_text('{"text": "three"}\n{"text": ""}\n{"text": "two"}\n')
+    corpus = text_files(tmp_path, "*")
+    assert names(corpus) == ["c.jsonl:1", "c.jsonl:3", "notes.txt"]
+    assert corpus.skipped == ("c.jsonl:2: empty", "sub/b.md: the same text as c.jsonl:3")
+
+
+def test_a_single_document_of_a_shard_is_cut(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "line\n" * 100}))
+    corpus = text_files(tmp_path / "a.jsonl")
+    assert (corpus.train[0].text, corpus.held_out[0].text) == ("line\n" * 95, "line\n" * 5)
+
+
+def test_cleaning_leaves_out_what_is_no_text(tmp_path: Path) -> None:
+    write(tmp_path, a_txt="text", b_txt="more", blob_txt="\x00\x01" * 50)
+    assert len(names(text_files(tmp_path))) == 3
+    corpus = text_files(tmp_path, clean=True)
+    assert names(corpus) == ["a.txt", "b.txt"]
+    assert corpus.skipped == ("blob.txt: binary",)
+
+
+def test_texts_are_all_or_some_from_everywhere(library: Corpus) -> None:
+    assert list(library.texts()) == [document.text for document in library.train]
+    assert list(library.texts(library.train_bytes)) == list(library.texts())
+    folder = {document.text: document.name.split("/")[0] for document in library.train}
+    some = list(library.texts(2_000_000))
+    assert 2_000_000 <= sum(len(text.encode()) for text in some) < 4_000_000
+    assert len(some) == len(set(some))
+    assert len({folder[text] for text in some}) > 30
+    assert some == list(library.texts(2_000_000))
+
+
+def test_filler_and_stream_are_training_text_encoded(tmp_path: Path) -> None:
+    for i in range(300):
+        (tmp_path / f"{i:03}.txt").write_text(f"file {i}\n")
+    corpus = text_files(tmp_path)
+    bpe = ByteBPE.train(corpus.texts(), 270)
+    train = {document.text for document in corpus.train}
+    filler = corpus.filler(bpe, 1000)
+    texts = [bpe.decode(ids, skip_special=True) for ids in filler]
+    assert 1000 <= sum(map(len, filler)) < 1020
+    assert set(texts) < train
+    assert len(texts) == len(set(texts))
+    assert len(corpus.filler(bpe, 10**9)) == len(train)
+    stream, expected = corpus.stream(bpe, 3), PackedText(bpe.encode_documents(list(corpus.texts())), 3)
+    for each in (stream, expected):
+        each.resize(16)
+    assert np.array_equal(stream.read(500).ids, expected.read(500).ids)
 
 
 def test_the_corpus_needs_no_torch() -> None:

@@ -243,9 +243,10 @@ class StreamedText:
                 self._rows.go_to(None)
                 self.epoch, self._block, self._start = self.epoch + 1, 0, self._rows.place
                 self._fruitless.epochs += 1
+                self._fruitless.check(self._corpus.name, self._sizes[1])
                 texts = list(_block(self._rows))
         except DataError:
-            self._rows.go_to(self._start)  # whoever tries again reads the same
+            self._rows.go_to(self._start)  # what broke off must not look like the end
             raise
         self._documents = self._tokenizer.encode_documents(list(filter(self._corpus.is_for_training, texts)))
         self._fruitless.documents += len(texts)
@@ -297,13 +298,10 @@ class _Fruitless:
             return
         if self.longest:
             raise DataError(
-                f"min_document: expected at most {self.longest} tokens (the longest of {self.documents:,} documents), "
+                f"min_document: expected at most {self.longest} tokens (the longest document found), "
                 f"got {min_document}; lower it or add longer text"
             )
-        raise DataError(
-            f"{name}: expected text to learn from, found none in {self.documents:,} documents; "
-            "check text_key, held_out and clean"
-        )
+        raise DataError(f"{name}: expected text to learn from, found none; check text_key, held_out and clean")
 
 
 def _block(rows: Iterable[str]) -> Iterator[str]:
