@@ -18,7 +18,7 @@ from perilune.core.errors import ConfigError, DataError
 from perilune.data.packing import IGNORE
 from perilune.data.stream import Stream
 from perilune.data.tasks import TASKS, Needle, Question, Sample, Task, TaskStream
-from perilune.data.tasks.page import Page, Query
+from perilune.data.tasks.page import Filler, Page, Query
 from perilune.data.tasks.words import Template, Word, as_word, choose_words
 from perilune.data.tokenizer import ByteBPE
 
@@ -88,7 +88,7 @@ def assert_sound(task: Task, sample: Sample, length: int) -> None:
     index=st.integers(0, 2**40),
 )
 @example(vocabulary="bytes", length=0, seed=0, index=0)
-@settings(derandomize=True, deadline=None, max_examples=50)
+@settings(derandomize=True, deadline=None, max_examples=30)
 def test_what_is_asked_can_be_read(name: str, vocabulary: str, length: int, seed: int, index: int) -> None:
     """From the least length on; the independent reader finds every answer."""
     drawn = task(name, vocabulary)
@@ -147,6 +147,26 @@ def test_a_page_of_the_task_itself_is_no_distraction(name: str) -> None:
     again = TASKS[name](drawn.tokenizer, pages)
     for length in (again.least, again.least + 111, 5000):
         for sample in both(again, length, seed=0, count=6):
+            assert_sound(again, sample, length)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_halves_of_lines_are_not_joined(name: str) -> None:
+    """Filler in which one document begins lines of the task and another ends them."""
+    drawn = task(name)
+    texts = [drawn.tokenizer.decode(sample.ids) for sample in both(drawn, drawn.least, seed=7, count=10)]
+    lines = [line[0].split(" ") for text in texts for line in re.finditer(drawn.lines, text)]
+    begun = "".join(" ".join(words[:2]) for words in lines)
+    ended = "".join(" " + " ".join(words[2:]) for words in lines)
+    documents = [np.array(drawn.tokenizer.encode(text)) for text in (begun, ended) * 3]
+    filler = Filler(drawn.tokenizer, documents, drawn.lines)
+    for seed in range(20):
+        text, ends = filler.read_shuffled(1000, random.Random(seed), longest=30)
+        assert (text.shape, ends[0], ends[-1]) == ((1000,), 0, 1000)
+        assert not re.search(drawn.lines, drawn.tokenizer.decode(text))
+    again = TASKS[name](drawn.tokenizer, documents)
+    for length in (again.least + 111, 3000):
+        for sample in both(again, length, seed=0, count=15):
             assert_sound(again, sample, length)
 
 
