@@ -1,5 +1,6 @@
 import gzip
 import json
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -196,3 +197,27 @@ def test_files_are_found_in_order(tmp_path: Path) -> None:
         (tmp_path / name).write_text(name)
     assert [name for name, _ in find_files(tmp_path, "*.txt")] == ["a.txt", "a/z.txt", "b.txt", "tests/c.txt"]
     assert [name for name, _ in find_files(tmp_path, "*.txt", ("tests", "a.*"))] == ["a/z.txt", "b.txt"]
+
+
+def test_a_shard_that_cannot_be_opened(shard: Path) -> None:
+    shard.symlink_to(shard)
+    with pytest.raises(DataError, match=r"expected a whole .*file, got .*; fetch it anew"):
+        list(read_shard(shard, "text"))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_damaged_shard_is_read_or_refused(shard: Path, seed: int) -> None:
+    """Whichever byte is wrong: what comes is texts, or one line that says what is wrong."""
+    write(shard, [f"document {i % 9} é" for i in range(300)])
+    data, rng = bytearray(shard.read_bytes()), random.Random(seed)
+    for _ in range(rng.choice([1, 5])):
+        data[rng.randrange(len(data))] ^= rng.randrange(1, 256)
+    shard.write_bytes(data)
+    texts, said = [], ""
+    try:
+        texts += [text for _, text in read_shard(shard, "text")]
+    except DataError as error:
+        said = str(error)
+    assert said.startswith(str(shard)) if said else len(texts) <= 300
+    assert "\n" not in said
+    assert all(isinstance(text, str) for text in texts)
