@@ -1,10 +1,25 @@
+import errno
 import json
+import os
+from pathlib import Path
 
 import pytest
 
 from perilune.core.errors import CheckpointError, DataError
-from perilune.train.folder import check_folder, read_run, start_folder, write_json
-from tiny_run import run
+from perilune.data.tokenizer import ByteBPE
+from perilune.train.config import OptimizerConfig
+from perilune.train.folder import (
+    LOCK,
+    check_folder,
+    differences,
+    free_space,
+    keep_tokenizer,
+    read_run,
+    spell,
+    start_folder,
+    write_json,
+)
+from tiny_run import STAGES, run
 
 
 @pytest.fixture
@@ -12,9 +27,11 @@ def finished(tmp_path):
     """A folder as a run leaves it, with a note of its owner's."""
     folder = tmp_path / "runs" / "old"
     start_folder(folder, run(seed=1))
-    for name in ("metrics.jsonl", "result.json", "note.txt", "model/config.json", "model/model.safetensors"):
+    made = ("metrics.jsonl", "snapshots.jsonl", "result.json", "report.html", "tokenizer.json", "model/config.json",
+            "model/model.safetensors", "checkpoints/step-00000007/manifest.json", "tensorboard/events")  # fmt: skip
+    for name in (*made, "note.txt"):
         path = folder / name
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(exist_ok=True, parents=True)
         path.write_text("old")
     return folder
 
@@ -38,7 +55,7 @@ def test_an_empty_folder_will_do(tmp_path):
 
 def test_a_run_is_kept_unless_it_is_to_be_overwritten(finished):
     before = files(finished)
-    with pytest.raises(DataError, match="expected a new or empty folder, found a run; choose another, or add --over"):
+    with pytest.raises(DataError, match="expected a new or empty folder, found a run; choose another, go on"):
         start_folder(finished, run(seed=2))
     assert files(finished) == before
     start_folder(finished, run(seed=2), overwrite=True)
@@ -84,9 +101,79 @@ def test_a_configuration_that_cannot_be_read(tmp_path, content, expected):
     assert "\n" not in str(error.value)
 
 
-def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "result.json"
     write_json(path, {"a": 1})
     with pytest.raises(TypeError):
         write_json(path, {"a": object()})
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for owner, place in ((Path, "write_bytes"), (Path, "replace"), (os, "fsync")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, place, full)
+            with pytest.raises(OSError, match="No space left"):
+                write_json(path, {"a": 2})
     assert files(tmp_path) == {"result.json": '{\n  "a": 1\n}\n'}
+
+
+def test_the_tokenizer_is_kept_whole_or_not_at_all(tmp_path, monkeypatch):
+    bpe = ByteBPE.train(["to be or not to be"], 260)
+    keep_tokenizer(tmp_path, bpe)
+    before = files(tmp_path)
+    assert set(before) == {"tokenizer.json"}
+    assert ByteBPE.load(tmp_path).encode("to be") == bpe.encode("to be")
+
+    def cut(self, folder):
+        file = save(self, folder)
+        file.write_text("half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    save = ByteBPE.save
+    monkeypatch.setattr(ByteBPE, "save", cut)
+    with pytest.raises(OSError, match="No space left"):
+        keep_tokenizer(tmp_path, bpe)
+    assert files(tmp_path) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.json"]
+
+
+def test_where_nothing_can_be_written(tmp_path, monkeypatch):
+    """A test that runs as root may write everywhere, so the answer of the system is given here."""
+    (tmp_path / "locked").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: "locked" not in str(path))
+    for folder in (tmp_path / "locked", tmp_path / "locked" / "new" / "run"):
+        with pytest.raises(DataError, match=r"expected a folder to write to, .*locked is read-only; choose another"):
+            check_folder(folder)
+    check_folder(tmp_path / "free" / "run")
+
+
+def test_a_folder_that_is_only_claimed_is_empty(tmp_path):
+    (tmp_path / LOCK).touch()
+    check_folder(tmp_path)
+    start_folder(tmp_path, run())
+
+
+# comparing configurations
+
+
+def test_differences_are_named_with_both_values():
+    here = run(seed=1, optimizer=OptimizerConfig(qk_clip=None)).to_dict()
+    there = run().to_dict()
+    assert differences(here, here) == {}
+    assert differences(here, there) == {"optimizer.qk_clip": (None, 100.0), "seed": (1, 0)}
+    other = run(stages=(STAGES[0].replace(lr=0.5), STAGES[1])).to_dict()
+    assert differences(other, there) == {"stages.0.lr": (0.5, 0.02)}
+    assert list(differences(run(stages=STAGES[:1]).to_dict(), there)) == ["stages"]  # another number of them
+    assert differences({"a": {"b": 1}}, {"a": {"c": 2}}) == {"a.b": (1, None), "a.c": (None, 2)}
+
+
+def test_differences_in_words():
+    found = {"seed": (1, 0), "a.b": (None, 2), "c": ("x", "y"), "d": (1, 2), "e": (3, 4)}
+    assert spell(dict(list(found.items())[:2])) == "seed=1 (there 0), a.b=None (there 2)"
+    assert spell(found) == "seed=1 (there 0), a.b=None (there 2), c=x (there y) and 2 more"
+
+
+def test_free_space_is_that_of_the_nearest_folder(tmp_path):
+    assert free_space(tmp_path / "not" / "there") == free_space(tmp_path)
+    assert free_space(tmp_path).endswith(" GB free")

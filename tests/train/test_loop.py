@@ -5,17 +5,17 @@ from itertools import pairwise
 import pytest
 import torch
 
-from perilune.core.errors import DataError
-from perilune.data.corpus import Corpus, Document, text_folder
 from perilune.data.tokenizer import ByteBPE
 from perilune.models.k3 import K3Model
 from perilune.models.k3.config import BalanceConfig
 from perilune.nn.load import gini
 from perilune.train import loop
-from perilune.train.config import DataConfig, OptimizerConfig, Stage
-from perilune.train.loop import Diverged, Trainer, open_corpus
+from perilune.train.checkpoint import Checkpoints
+from perilune.train.config import OptimizerConfig, Stage
+from perilune.train.loop import Diverged, Trainer
 from perilune.train.metrics import Metrics
 from tiny_run import STAGES, corpus, run
+from tiny_run import trainer as tiny
 
 ONE_STAGE = (Stage(name="only", context=32, batch_tokens=96, tokens=4000, lr=2e-2, lr_end=1e-3, warmup=0.1),)
 
@@ -25,7 +25,7 @@ def train(tmp_path):
     """Trains to the end; gives the trainer and the lines of metrics.jsonl."""
 
     def to_the_end(made, watch=lambda progress: None):
-        trainer = Trainer(made, corpus())
+        trainer = tiny(made)
         path = tmp_path / "metrics.jsonl"
         path.unlink(missing_ok=True)
         with Metrics(path) as metrics:
@@ -44,7 +44,7 @@ def same(a, b):
 
 
 def batches(trainer, n):
-    return [trainer.batches.next() for _ in range(n)]
+    return [trainer.feed.next() for _ in range(n)]
 
 
 # the same run twice, and what it learns
@@ -56,7 +56,7 @@ def test_a_seed_decides_every_bit(train):
     assert same(weights(first), weights(second))
     assert [line["losses"] for line in lines] != [line["losses"] for line in lines_other]
     assert not same(weights(first), weights(other))
-    fresh = [Trainer(run(seed=s), corpus()).batches.next().input_ids for s in (3, 3, 4)]
+    fresh = [tiny(run(seed=s)).feed.next().input_ids for s in (3, 3, 4)]
     assert torch.equal(fresh[0], fresh[1])
     assert not torch.equal(fresh[0], fresh[2])  # other weights, and other text first
 
@@ -75,11 +75,66 @@ def test_every_step_leaves_a_line_and_is_told(train):
     assert [line["step"] for line in lines] == [p.step for p in told] == list(range(1, 17))
     assert [line["tokens"] for line in lines] == [p.tokens for p in told] == [96 * n for n in range(1, 17)]
     assert [line["stage"] for line in lines] == ["short"] * 10 + ["long"] * 6
+    assert [(p.stage.name, p.stage_number, p.stages) for p in told] == [("short", 1, 2)] * 10 + [("long", 2, 2)] * 6
     for line, progress in zip(lines, told):
-        assert line["losses"]["next_token"] == pytest.approx(progress.losses["next_token"], abs=1e-5)
-        assert line["lr"] == progress.lr
+        assert set(line) == {
+            "step", "stage", "tokens", "lr", "seconds", "losses", "grad_norm", "gini", "max_violation", "dead",
+        }  # fmt: skip
+        assert line["losses"] == progress.losses  # to the last bit
+        assert (line["lr"], line["grad_norm"]) == (progress.lr, progress.grad_norm)
         assert 0 <= line["gini"] < 1
+        assert line["max_violation"] > 0
         assert progress.seconds > 0
+    load = trainer.expert_load()
+    assert (lines[-1]["gini"], lines[-1]["max_violation"]) == (load["gini"], load["max_violation"])
+
+
+def test_losses_and_gradients_norm_are_those_of_the_step():
+    trainer, other = tiny(run()), tiny(run())
+    batch = trainer.feed.next()
+    output = other.model.train()(batch.input_ids, cu_seqlens=batch.cu_seqlens, targets=batch.labels)
+    output.loss.backward()
+    squares = sum(p.grad.double().square().sum() for p in other.model.parameters() if p.grad is not None)
+    update = trainer.step(batch)
+    assert update.losses == {name: loss.item() for name, loss in output.losses.items()}
+    assert update.grad_norm == pytest.approx(squares.sqrt().item(), rel=1e-5)
+
+
+def test_dead_experts_are_a_share_of_all(train, monkeypatch):
+    monkeypatch.setattr(loop, "dead_experts", lambda loads: 2)
+    _, lines = train(run(model={"num_nextn_predict_layers": 1}, stages=(STAGES[0].replace(tokens=96),)))
+    assert lines[0]["dead"] == 4 / 16  # of two layers with 8 experts each
+
+
+def test_the_end_of_a_stage_is_told_once_and_before_its_checkpoint(tmp_path):
+    events = []
+
+    class Noting(Checkpoints):
+        def save(self, step, write):
+            events.append(f"saved {step}")
+
+    made = run(checkpoint_every=5)
+    with Metrics(tmp_path / "metrics.jsonl") as metrics:
+        tiny(made).train(
+            metrics,
+            at_stage_end=lambda stage: events.append(f"{stage.name} ended"),
+            checkpoints=Noting(tmp_path),
+        )
+    assert events == ["saved 5", "short ended", "saved 10", "saved 15", "long ended", "saved 16"]
+
+
+def test_a_run_that_is_asked_to_stop_saves_first(tmp_path):
+    made = run(checkpoint_every=100)
+    trainer = tiny(made)
+    checkpoints = Checkpoints(tmp_path)
+    with Metrics(tmp_path / "metrics.jsonl") as metrics:
+        trainer.train(metrics, checkpoints=checkpoints, stop=lambda: trainer.steps_done == 4)
+    assert trainer.steps_done == 4
+    assert checkpoints.latest().name == "step-00000004"
+    with Metrics(tmp_path / "metrics.jsonl") as metrics:
+        trainer.train(metrics)
+    lines = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == list(range(1, 17))
 
 
 # stages and rates
@@ -105,9 +160,9 @@ def test_a_stage_of_longer_context_packs_longer_pieces(train, monkeypatch):
 
 def test_the_rate_follows_the_schedule_and_the_first_step_moves(train):
     made = run(optimizer=OptimizerConfig(adamw_lr=5e-3))
-    fresh = Trainer(made, corpus())
+    fresh = tiny(made)
     before = weights(fresh)
-    fresh.step(fresh.batches.next())
+    fresh.step(fresh.feed.next())
     assert fresh.optimizer.param_groups[0]["lr"] == 1e-2  # half of a warm-up of two steps
     moved = [n for n, p in fresh.model.named_parameters() if not torch.equal(p, before[n])]
     assert {"model.embed_tokens.weight", "model.layers.1.self_attn.kv_b_proj.weight"} <= set(moved)
@@ -149,7 +204,7 @@ def poison(trainer, where):
 def test_a_step_without_a_number_changes_nothing(where, kind):
     options = OptimizerConfig(qk_clip=1e-2, qk_clip_every=1)
     made = run(model={"balance": BalanceConfig(kind=kind)}, optimizer=options)
-    trainer, other = Trainer(made, corpus()), Trainer(made, corpus())
+    trainer, other = tiny(made), tiny(made)
     one, bad, two = batches(trainer, 3)
     for t in (trainer, other):
         t.step(one)
@@ -157,8 +212,10 @@ def test_a_step_without_a_number_changes_nothing(where, kind):
     before, state = weights(trainer), trainer.optimizer.state_dict()["state"]
     momenta = {key: {k: v.clone() for k, v in value.items()} for key, value in state.items()}
     what = "gradient norm" if "gate" in where or where == "gradient" else "loss"
-    with pytest.raises(Diverged, match=f"^{what}: expected a number, got nan at step 2; lower the learning rate"):
+    with pytest.raises(Diverged) as error:
         trainer.step(bad)
+    place = "step 2 (stage short, tokens 96 to 192)"
+    assert str(error.value) == f"{what}: expected a number, got nan at {place}; lower the learning rate"
     assert same(before, weights(trainer))
     for key, values in trainer.optimizer.state_dict()["state"].items():
         assert same(values, momenta[key])
@@ -175,9 +232,9 @@ def test_adamw_has_a_rate_of_its_own():
     """A model of AdamW's parameters moves by its peak, which at the first step is all that Adam's update has."""
     moves = []
     for rate in (None, 5e-3):
-        trainer = Trainer(run(optimizer=OptimizerConfig(adamw_lr=rate, weight_decay=0.0, qk_clip=None)), corpus())
+        trainer = tiny(run(optimizer=OptimizerConfig(adamw_lr=rate, weight_decay=0.0, qk_clip=None)))
         before = weights(trainer)
-        trainer.step(trainer.batches.next())
+        trainer.step(trainer.feed.next())
         after = weights(trainer)
         moves.append({name: float((after[name] - before[name]).abs().max()) for name in after})
     adamw, muon = "model.norm.weight", "model.layers.0.self_attn.o_proj.weight"
@@ -200,7 +257,7 @@ def test_logits_above_the_threshold_are_clipped(monkeypatch):
 
     plain = loop.qk_clip_
     monkeypatch.setattr(loop, "qk_clip_", spy)
-    trainer = Trainer(run(optimizer=OptimizerConfig(qk_clip=1e-2, qk_clip_every=2)), corpus())
+    trainer = tiny(run(optimizer=OptimizerConfig(qk_clip=1e-2, qk_clip_every=2)))
     counts = []
     for batch in batches(trainer, 5):
         trainer.step(batch)
@@ -219,7 +276,7 @@ def test_logits_above_the_threshold_are_clipped(monkeypatch):
 def test_the_clipped_step_is_the_plain_one_below_the_threshold():
     results = []
     for clip in (None, 1e9):
-        trainer = Trainer(run(optimizer=OptimizerConfig(qk_clip=clip, qk_clip_every=1)), corpus())
+        trainer = tiny(run(optimizer=OptimizerConfig(qk_clip=clip, qk_clip_every=1)))
         for batch in batches(trainer, 3):
             trainer.step(batch)
         results.append(weights(trainer))
@@ -227,7 +284,7 @@ def test_the_clipped_step_is_the_plain_one_below_the_threshold():
 
 
 def test_balancers_move_once_a_step(monkeypatch):
-    trainer = Trainer(run(), corpus())
+    trainer = tiny(run())
     (balancer,) = trainer.balancers.values()
     updates = []
     plain = balancer.update
@@ -242,7 +299,7 @@ def test_balancers_move_once_a_step(monkeypatch):
 
 
 def test_loads_are_judged_over_a_window():
-    trainer = Trainer(run(load_window=3), corpus())
+    trainer = tiny(run(load_window=3))
     (balancer,) = trainer.balancers.values()
     steps = []
     for batch in batches(trainer, 5):
@@ -257,8 +314,8 @@ def test_loads_are_judged_over_a_window():
 
 
 def test_a_model_without_experts_trains():
-    trainer = Trainer(run(model={"num_experts": 0}), corpus())
-    first, *_, last = (trainer.step(batch)["next_token"] for batch in batches(trainer, 8))
+    trainer = tiny(run(model={"num_experts": 0}))
+    first, *_, last = (trainer.step(batch).losses["next_token"] for batch in batches(trainer, 8))
     assert last < first
     assert trainer.expert_load() == {"gini": 0.0, "max_violation": 0.0, "dead_experts": 0}
 
@@ -267,8 +324,8 @@ def test_a_model_without_experts_trains():
 
 
 def test_what_is_saved_is_what_was_trained(tmp_path):
-    trainer = Trainer(run(), corpus())
-    trainer.step(trainer.batches.next())
+    trainer = tiny(run())
+    trainer.step(trainer.feed.next())
     trainer.save(tmp_path / "run" / "model")
     assert {p.name for p in (tmp_path / "run").iterdir()} == {"model"}
     assert {p.name for p in (tmp_path / "run" / "model").iterdir()} == {
@@ -277,34 +334,10 @@ def test_what_is_saved_is_what_was_trained(tmp_path):
     loaded = K3Model.from_pretrained(tmp_path / "run" / "model")
     assert same(weights(trainer), loaded.state_dict())
     words = corpus().held_out[0].text
-    assert ByteBPE.load(tmp_path / "run" / "model").encode(words) == trainer.tokenizer.encode(words)
+    assert ByteBPE.load(tmp_path / "run" / "model").encode(words) == trainer.feed.tokenizer.encode(words)
 
 
 def test_little_text_gives_a_smaller_vocabulary():
-    trainer = Trainer(run(), corpus())
-    assert 257 < trainer.tokenizer.vocab_size < 300
+    trainer = tiny(run())
+    assert 257 < trainer.feed.tokenizer.vocab_size < 300
     assert trainer.model.config.vocab_size == 300
-
-
-@pytest.mark.parametrize(("train_bytes", "enough"), [(999, False), (1000, True)])
-def test_a_corpus_must_have_something_to_learn_from(tmp_path, train_bytes, enough):
-    sizes = {"a.txt": 50, "b.txt": 50, "c.md": 5000}
-    sizes["a.txt" if text_folder(tmp_path_with(tmp_path, sizes)).held_out[0].name == "b.txt" else "b.txt"] = train_bytes
-    data = DataConfig(source=str(tmp_path_with(tmp_path, sizes)))
-    if enough:
-        assert open_corpus(data).train_bytes == 1000
-        return
-    with pytest.raises(DataError, match="at least 1000 bytes to learn from and some to hold out, got 999 and 50; add"):
-        open_corpus(data)
-
-
-def tmp_path_with(folder, sizes):
-    for name, size in sizes.items():
-        (folder / name).write_text(name[0] * size)
-    return folder
-
-
-def test_a_corpus_must_have_something_to_judge_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "text_folder", lambda path, pattern: Corpus((Document("a.txt", "a" * 5000),), ()))
-    with pytest.raises(DataError, match="got 5000 and 0; add text"):
-        open_corpus(DataConfig(source=str(tmp_path)))

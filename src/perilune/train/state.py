@@ -72,7 +72,7 @@ def restore(trainer: "Trainer", folder: Path) -> None:
     _fill_balancers(trainer, folder, stored)
     for name, window in trainer.loads.items():
         window.clear()
-        for loads in stored[f"loads/{name}"]:
+        for loads in stored.get(f"loads/{name}", []):
             window.add(loads)
     torch.set_rng_state(stored["random/cpu"])
     if "random/cuda" in stored and trainer.device.type == "cuda":
@@ -125,7 +125,8 @@ def _tensors(trainer: "Trainer") -> Iterator[tuple[str, Tensor]]:
         for key, tensor in balancer.training_state().items():
             yield f"balancer/{name}/{key}", tensor
     for name, window in trainer.loads.items():
-        yield f"loads/{name}", window.stack()
+        if len(window):
+            yield f"loads/{name}", window.stack()
     yield "random/cpu", torch.get_rng_state()
     if trainer.device.type == "cuda":
         yield "random/cuda", torch.cuda.get_rng_state(trainer.device)
