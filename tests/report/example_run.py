@@ -144,7 +144,7 @@ def loss_by_position(rng: np.random.Generator, rise: float) -> list[dict[str, An
 
 
 def result(
-    seed: int = 0, bits: float = 1.53, gini: float = 0.06, dead: int = 0, reach: float = 30_000, rise: float = 0.0
+    seed: int = 0, bits: float = 1.53, gini: float = 0.06, dead: int = 0, reach: float = 60_000, rise: float = 0.0
 ) -> dict[str, Any]:
     rng = np.random.default_rng([seed, 99])
     return {

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from perilune.core.errors import DataError
-from perilune.report import figures, measures, words
+from perilune.report import figures, health, measures, words
 from perilune.report.figures import Chart, Figure, Key, line, plain, short
 from perilune.report.page import Section, document, escape, notice_html, section_html, tiles_html
 from perilune.report.read import Column, RunFiles, Snapshot, Steps
@@ -45,21 +45,14 @@ def comparison(runs: Sequence[RunFiles]) -> str:
 def header_html(variants: list[Variant]) -> str:
     runs = [run for variant in variants for run in variant.runs]
     seeds = sorted({len(variant.runs) for variant in variants})
-    each = (
-        f"{seeds[0]} {'seed' if seeds == [1] else 'seeds'} each"
-        if len(seeds) == 1
-        else f"{seeds[0]} to {seeds[-1]} seeds each"
-    )
+    each = f"{seeds[0]} to {seeds[-1]} seeds each" if len(seeds) > 1 else f"{health.plural(seeds[0], 'seed')} each"
     names = "".join(
         f'<li><span class="swatch" style="--key:var(--{LINES[i % len(LINES)]})"></span>{escape(variant.name)}</li>'
         for i, variant in enumerate(variants)
     )
     notes = [f"{run.name}: {note}" for run in runs for note in run.notes if run.finished]
-    notes += [
-        f"{run.name} has not finished; its curves are shown, its figures are not counted."
-        for run in runs
-        if not run.finished
-    ]
+    going = [run.name for run in runs if not run.finished]
+    notes += [f"{name} has not finished; its curves are shown, its figures are not counted." for name in going]
     notes += [f"{v.name}: {seed}" for v in variants for seed in repeated_seeds(v)]
     lead = "Not everything here is complete." if notes else ""
     tiles = []
@@ -67,9 +60,18 @@ def header_html(variants: list[Variant]) -> str:
         order = ranked(variants, measure)
         if len(order) > 1 and order[0][1].mean != order[-1][1].mean:
             best, top = order[0]
-            tiles.append((measure.show(top.mean), measure.name, f"best: {best.name}"))
+            behind = [apart(top, s) for _, s in order[1:]]
+            who = (
+                best.name
+                if all(behind)
+                else f"{best.name}, not clearly ahead of all"
+                if any(behind)
+                else "no clear leader"
+            )
+            tiles.append((measure.show(top.mean), measure.name, who))
     return (
-        f'<header><p class="eyebrow">Comparison</p><h1>{words.human(len(variants))} variants, {escape(each)}</h1>'
+        '<header><p class="eyebrow">Comparison</p>'
+        f"<h1>{capital(health.plural(len(variants), 'variant'))}, {each}</h1>"
         f'<ul class="facts">{names}</ul>{notice_html(lead, notes)}{tiles_html(tiles) if tiles else ""}</header>'
     )
 
@@ -83,13 +85,11 @@ def repeated_seeds(variant: Variant) -> list[str]:
 
 def conclusion_html(variants: list[Variant]) -> str:
     sentences = [(m.name, text) for m in MEASURES if (text := conclusion(variants, m)) is not None]
-    said = "".join(
-        f"<li><strong>{escape(name[0].upper() + name[1:])}</strong>: {escape(text)}</li>" for name, text in sentences
-    )
+    said = "".join(f"<li><strong>{escape(capital(name))}</strong>: {escape(text)}</li>" for name, text in sentences)
     shown = [m for m in MEASURES if any(sample(v, m) for v in variants)]
     if not shown:
         return '<section id="conclusion"><h2>Conclusion</h2><p class="empty">No run has finished yet.</p></section>'
-    head = "".join(f"<th>{escape(m.name)}<br>{'less' if m.lower else 'more'} is better</th>" for m in shown)
+    head = "".join(f"<th>{escape(m.name)}<small>{better(m)}</small></th>" for m in shown)
     rows = "".join(
         f'<tr><th><span class="swatch" style="--key:var(--{LINES[i % len(LINES)]})"></span>{escape(variant.name)}</th>'
         + "".join(cell_html(variants, variant, measure) for measure in shown)
@@ -97,9 +97,10 @@ def conclusion_html(variants: list[Variant]) -> str:
         for i, variant in enumerate(variants)
     )
     return (
-        '<section id="conclusion"><h2>Conclusion</h2><p class="see">Mean and standard deviation over seeds; the single seeds '
-        "stand below. Two variants count as different where Welch's t test says so at 5%; with this many figures, one in "
-        f'twenty may do so by chance.</p><ul class="words">{said}</ul><div class="card scroll"><table class="stacked"><thead><tr><th>variant</th>'
+        '<section id="conclusion"><h2>Conclusion</h2><p class="see">Mean and standard deviation over seeds; the single '
+        "seeds stand below. A difference is more than the seeds' spread where Welch's t test says so at 5%: of twenty "
+        f'comparisons of equals, one would.</p><ul class="words">{said}</ul>'
+        '<div class="card scroll"><table class="stacked figures"><thead><tr><th>variant</th>'
         f"{head}</tr></thead><tbody>{rows}</tbody></table></div></section>"
     )
 
@@ -111,18 +112,23 @@ def cell_html(variants: list[Variant], variant: Variant, measure: Measure) -> st
         return f"<td {label}><span>not known</span></td>"
     top = ranked(variants, measure)[0][1]
     singles = ", ".join(measure.show(v) for v in found.values) if len(found.values) > 1 else "one seed"
-    best = found.mean == top.mean
-    beside = "" if best or apart(top, found) is not False else "; within the spread of the best"
-    return f'<td {label} class="{"best" if best else ""}"><span>{told(found, measure)}<small>{singles}{beside}</small></span></td>'
+    best = ' class="best"' if found.mean == top.mean else ""
+    return f"<td {label}{best}><span>{told(found, measure)}<small>{singles}</small></span></td>"
+
+
+def better(measure: Measure) -> str:
+    return f"{'less' if measure.lower else 'more'} is better"
+
+
+def capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def settings_html(variants: list[Variant]) -> str:
     rows = differences([variant.settings for variant in variants])
     caution = ""
     if any(key.startswith("data.") for key, _ in rows):
-        caution = notice_html(
-            "The variants learn from different data, so their bits per byte may be of different texts.", []
-        )
+        caution = notice_html("They learn from different data, so their bits per byte may be of different texts.", [])
     if len(variants) == 1:
         table = '<p class="empty">These runs differ by their seed alone.</p>'
     elif not rows:
@@ -131,9 +137,7 @@ def settings_html(variants: list[Variant]) -> str:
         head = "".join(f"<th>{escape(variant.name)}</th>" for variant in variants)
         lines = "".join(
             f"<tr><th><code>{escape(key)}</code></th>"
-            + "".join(
-                f'<td data-label="{escape(v.name)}">{setting_html(value)}</td>' for v, value in zip(variants, values)
-            )
+            + "".join(setting_html(variant, value) for variant, value in zip(variants, values))
             + "</tr>"
             for key, values in rows
         )
@@ -142,13 +146,15 @@ def settings_html(variants: list[Variant]) -> str:
             f"<tbody>{lines}</tbody></table></div>"
         )
     return (
-        '<section id="settings"><h2>What differs</h2><p class="see">Every key of the configurations that is not the same '
+        '<section id="settings"><h2>What differs</h2>'
+        '<p class="see">Every key of the configurations that is not the same '
         f"in all variants, the seed left out.</p>{table}{caution}</section>"
     )
 
 
-def setting_html(value: Any) -> str:
-    return f"<code>{escape('none' if value is None else short(str(value), 80))}</code>"
+def setting_html(variant: Variant, value: Any) -> str:
+    text = "none" if value is None else short(str(value), 80)
+    return f'<td data-label="{escape(variant.name)}"><code>{escape(text)}</code></td>'
 
 
 # charts
@@ -160,11 +166,11 @@ def sections_of(variants: list[Variant]) -> list[Section]:
             "figures", "Side by side",
             "Every seed is a point; the bar is their mean.",
             "to trust a difference between means that is smaller than the distance between seeds.",
-            [dots(variants, measure, i == 0) for i, measure in enumerate(MEASURES)], "No run has finished yet.",
+            [dots(variants, measure) for measure in MEASURES], "No run has finished yet.",
         ),
         Section(
             "learning", "Learning",
-            "The smoothed loss, and held-out bits per byte where stages end. Thick: mean over seeds; thin: single seeds.",
+            "The smoothed loss, and bits per byte where stages end. Thick: mean over seeds; thin: single seeds.",
             "a variant that leads early and is passed later: the end counts.",
             [loss(variants), bits_by_stage(variants)], "No step has been logged yet.",
         ),
@@ -254,7 +260,7 @@ def over_tokens(
     return figures.single(id, title, figure, keys_of(variants), wide=True)
 
 
-def dots(variants: list[Variant], measure: Measure, wide: bool) -> Chart | None:
+def dots(variants: list[Variant], measure: Measure) -> Chart | None:
     """A row a variant: its seeds and their mean."""
     found = [(i, v, s) for i, v in enumerate(variants) if (s := sample(v, measure)) is not None]
     if not found:
@@ -280,12 +286,12 @@ def dots(variants: list[Variant], measure: Measure, wide: bool) -> Chart | None:
         "data": seeds,
         "layout": layout(
             height=76 + 34 * len(found), hovermode="closest", shapes=means,
-            xaxis=axis(range=[min(values) - room, max(values) + room], nticks=6, hoverformat=".4g"),
+            xaxis=axis(range=[min(values) - room, max(values) + room], nticks=6, tickformat=measure.ticks),
             yaxis=figures.depth_axis([plain(v.name, 22) for _, v, _ in found]),
         ),
     }  # fmt: skip
-    title = f"{measure.name[0].upper()}{measure.name[1:]}; {'less' if measure.lower else 'more'} is better"
-    return figures.single(f"dots-{MEASURES.index(measure)}", title, figure, wide=wide)
+    title = f"{capital(measure.name)}; {better(measure)}"
+    return figures.single(f"dots-{MEASURES.index(measure)}", title, figure)
 
 
 def loss(variants: list[Variant]) -> Chart | None:
@@ -294,17 +300,15 @@ def loss(variants: list[Variant]) -> Chart | None:
     if not len(together):
         return None
     yaxis = figures.loss_axis(together)
-    return over_tokens(
-        variants, "loss", "Training loss, nats a token, smoothed", lambda s: s.next_token, yaxis, height=380
-    )
+    title = "Training loss, nats a token, smoothed"
+    return over_tokens(variants, "loss", title, lambda s: s.next_token, yaxis, height=380)
 
 
 def gini(variants: list[Variant]) -> Chart | None:
     shape, label = figures.level(0.1, "0.1")
     yaxis = {"rangemode": "tozero", "hoverformat": ".3f"}
-    return over_tokens(
-        variants, "gini", "Gini of the experts' load, worst layer", lambda s: s.gini, yaxis, shapes=[shape], annotations=[label]
-    )  # fmt: skip
+    title, marks = "Gini of the experts' load, worst layer", {"shapes": [shape], "annotations": [label]}
+    return over_tokens(variants, "gini", title, lambda s: s.gini, yaxis, **marks)
 
 
 def bits_by_stage(variants: list[Variant]) -> Chart | None:
@@ -323,14 +327,14 @@ def bits_by_stage(variants: list[Variant]) -> Chart | None:
 
 def tasks(variants: list[Variant]) -> Chart | None:
     """Accuracy by length; the reader chooses the task."""
-    runs = [run for v in variants for run in v.runs if run.result and run.result.long_context]
-    names = list(dict.fromkeys(n for run in runs for n, e in run.result.long_context.tasks.items() if e))  # type: ignore[union-attr]
+    runs = [run for variant in variants for run in variant.runs]
+    contexts = [context for run in runs if run.result and (context := run.result.long_context)]
+    names = list(dict.fromkeys(name for context in contexts for name, entries in context.tasks.items() if entries))
     drawn = {short(name): accuracy(variants, name) for name in sorted(names, key=lambda n: n != "needle")}
     if not drawn:
         return None
-    return Chart(
-        "tasks", "Share of answers right, by length", drawn, keys_of(variants), "Thin dots: what guessing gets.", True
-    )
+    title, note = "Share of answers right, by length", "Grey dots: what guessing gets."
+    return Chart("tasks", title, drawn, keys_of(variants), note, wide=True)
 
 
 def accuracy(variants: list[Variant], task: str) -> Figure:
@@ -350,7 +354,8 @@ def accuracy(variants: list[Variant], task: str) -> Figure:
         "data": traces,
         "layout": layout(
             height=320, margin={"l": 8, "r": 10, "t": 28, "b": 8}, shapes=shapes, annotations=labels,
-            xaxis=figures.length_axis(e.length for e in entries), yaxis=axis(tickformat=".0%", range=[-0.03, 1.05], hoverformat=".1%"),
+            xaxis=figures.length_axis(e.length for e in entries),
+            yaxis=axis(tickformat=".0%", range=[-0.03, 1.05], hoverformat=".1%"),
         ),
     }  # fmt: skip
 
@@ -367,16 +372,14 @@ def trained_mark(runs: list[RunFiles]) -> tuple[list[dict[str, Any]], list[dict[
 
 def position(variants: list[Variant]) -> Chart | None:
     """In the longest context that all runs were asked for."""
-    runs = [run for v in variants for run in v.runs if run.result and run.result.long_context]
-    asked = [set(run.result.long_context.loss_by_position) for run in runs]  # type: ignore[union-attr]
+    runs = [run for variant in variants for run in variant.runs if measures.position_curves(run)]
+    asked = [set(measures.position_curves(run)) for run in runs]
     context = max(set.intersection(*asked), default=None) if asked else None
     if context is None:
         return None
 
     def curve(run: RunFiles) -> tuple[list[Any], Column] | None:
-        if run not in runs:
-            return None
-        buckets = run.result.long_context.loss_by_position[context]  # type: ignore[union-attr]
+        buckets = measures.position_curves(run).get(context, [])
         return [figures.place(b) for b in buckets], np.array([b.nats for b in buckets])
 
     traces = curves(variants, curve, marks=True)
@@ -390,9 +393,8 @@ def position(variants: list[Variant]) -> Chart | None:
             xaxis=figures.position_axis(1, context), yaxis=axis(hoverformat=".3f"),
         ),
     }  # fmt: skip
-    return figures.single(
-        "position", f"Loss by position in texts of {words.length(context)} tokens", figure, keys_of(variants), wide=True
-    )
+    title = f"Loss by position in texts of {words.length(context)} tokens, nats a token"
+    return figures.single("position", title, figure, keys_of(variants), wide=True)
 
 
 def last(run: RunFiles, has: Callable[[Snapshot], Any]) -> Snapshot | None:
@@ -407,7 +409,7 @@ def over_depth(
     of: Callable[[RunFiles], list[tuple[str, float]]],
     xaxis: dict[str, Any],
 ) -> Chart | None:
-    """A value a sublayer, depth running down."""
+    """A value a sublayer, the mean over seeds; depth runs down."""
     names = max(([name for name, _ in of(run)] for v in variants for run in v.runs), key=len)
     if not names:
         return None
@@ -417,12 +419,14 @@ def over_depth(
         return [row for row, _ in rows], np.array([value for _, value in rows])
 
     traces = [
-        trace | {"x": trace["y"], "y": trace["x"], "hovertemplate": "%{x:.3g}"} for trace in curves(variants, curve)
+        trace | {"x": trace["y"], "y": trace["x"], "hovertemplate": "%{x:.3g}"}
+        for trace in curves(variants, curve)
+        if "opacity" not in trace  # single seeds would hide each other here
     ]
     figure = {
         "data": traces,
         "layout": layout(
-            height=figures.depth_height(len(names), 60), hovermode="closest", xaxis=axis(**xaxis),
+            height=figures.depth_height(len(names), 60), hovermode="closest", xaxis=xaxis,
             yaxis=figures.depth_axis([words.sublayer(plain(name, 24)) for name in names]),
         ),
     }  # fmt: skip
@@ -434,9 +438,7 @@ def activations(variants: list[Variant]) -> Chart | None:
         snapshot = last(run, lambda s: s.activation_rms)
         return [(name, value) for name, value, _ in snapshot.activation_rms] if snapshot else []
 
-    values = [value for v in variants for run in v.runs for _, value in inputs(run) if value > 0]
-    wide = len(values) > 0 and max(values) > 30 * min(values)
-    xaxis = {"title": titled("root mean square")} | ({"type": "log", "dtick": 1} if wide else {"rangemode": "tozero"})
+    xaxis = figures.size_axis(value for v in variants for run in v.runs for _, value in inputs(run))
     return over_depth(variants, "activations", "Size of what each sublayer reads", inputs, xaxis)
 
 
@@ -446,7 +448,7 @@ def live_share(variants: list[Variant]) -> Chart | None:
         return [(n, w[-1]) for n, w in snapshot.depth_attention if len(w) > 1] if snapshot else []
 
     title = "Share that each sublayer takes from the live sum"
-    return over_depth(variants, "live-sum", title, live, {"tickformat": ".0%", "range": [0, 1]})
+    return over_depth(variants, "live-sum", title, live, axis(tickformat=".0%", range=[0, 1]))
 
 
 def half_life(variants: list[Variant]) -> Chart | None:
@@ -465,10 +467,11 @@ def half_life(variants: list[Variant]) -> Chart | None:
     figure = {
         "data": traces,
         "layout": layout(
-            xaxis=axis(type="log", title=titled("tokens"), tickmode="array", **figures.decades(min(values), max(values))),
+            xaxis=axis(
+                type="log", title=titled("tokens"), tickmode="array", **figures.decades(min(values), max(values))
+            ),
             yaxis=axis(tickformat=".0%", range=[0, 1.02]),
         ),
     }  # fmt: skip
-    return figures.single(
-        "half-life", "Share of KDA heads whose half-life is shorter", figure, keys_of(variants), wide=True
-    )
+    title = "Share of KDA heads whose half-life is shorter"
+    return figures.single("half-life", title, figure, keys_of(variants), wide=True)

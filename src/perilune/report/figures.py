@@ -44,6 +44,8 @@ class Chart:
     note: str = ""
     wide: bool = False
     """Takes the whole width of the page."""
+    chosen: int = 0
+    """Which of the figures is shown first."""
 
 
 def single(id: str, title: str, figure: Figure, keys: Iterable[Key] = (), note: str = "", wide: bool = False) -> Chart:
@@ -107,7 +109,7 @@ def level(y: float, text: str, stroke: str = LIGHT["soft"], **more: Any) -> tupl
     }  # fmt: skip
     label = {
         "xref": "paper", "x": 1, "xanchor": "right", "yref": "y", "y": y, "yanchor": "bottom", "showarrow": False,
-        "text": text, "font": {"size": 11, "color": stroke},
+        "text": text, "font": {"size": 11, "color": stroke}, "bgcolor": LIGHT["card"], "borderpad": 0, "yshift": 2,
     } | more  # fmt: skip
     return shape, label
 
@@ -230,15 +232,15 @@ def by_stage(
     note: str = "",
     wide: bool = True,
 ) -> Chart | None:
-    """One figure for each snapshot, the last one shown first."""
+    """One figure for each snapshot; the last is shown first."""
     figures: dict[str, Figure] = {}
-    for snapshot in reversed(run.snapshots):
+    for snapshot in run.snapshots:
         figure = draw(snapshot)
         label = short(snapshot.stage)
         label = label if label not in figures else f"{label}, step {snapshot.step:,}"
         if figure is not None:
             figures[label] = figure
-    return Chart(id, title, figures, list(keys), note, wide) if figures else None
+    return Chart(id, title, figures, list(keys), note, wide, len(figures) - 1) if figures else None
 
 
 # learning
@@ -248,35 +250,20 @@ def loss(run: RunFiles) -> Chart | None:
     steps = run.steps
     if steps is None or not len(measures.known(steps.next_token)):
         return None
-    kept = thinned(steps.next_token)
-    x = steps.tokens[kept].tolist()
     blue, orange = colour(0), colour(1)
-    smooth = measures.smoothed(steps.next_token, steps.parts)
-    traces = [
-        line(x, steps.next_token[kept], "each step", blue, line={"width": 1}, opacity=0.28),
-        line(x, smooth[kept], "smoothed", blue, line={"width": 2.4}),
-    ]
+    traces = raw_and_smooth(steps, steps.next_token)
     keys = [Key("smoothed", blue), Key("each step", blue, "faint")]
     if len(measures.known(steps.mtp)):
-        traces.append(
-            line(
-                x,
-                measures.smoothed(steps.mtp, steps.parts)[kept],
-                "one token further (MTP)",
-                orange,
-                line={"dash": "dash"},
-            )
-        )
-        keys.append(Key("one token further (MTP)", orange, "dash"))
-    broken = [i for i in range(len(steps)) if not math.isfinite(steps.next_token[i])]
+        name, kept = "one token further (MTP)", evenly(len(steps))
+        x, smooth = steps.tokens[kept].tolist(), measures.smoothed(steps.mtp, steps.parts)[kept]
+        traces.append(line(x, smooth, name, orange, line={"dash": "dash"}))
+        keys.append(Key(name, orange, "dash"))
+    broken = [i for i in range(len(steps)) if not math.isfinite(steps.next_token[i])][:MOST_POINTS]
     if broken:
-        floor = float(np.min(measures.known(steps.next_token)))
-        traces.append(
-            line(
-                steps.tokens[broken[:MOST_POINTS]].tolist(), [floor] * len(broken[:MOST_POINTS]), "not a number", LIGHT["pink"],
-                mode="markers", marker={"symbol": "x", "size": 8, "color": LIGHT["pink"]},
-            )
-        )  # fmt: skip
+        floor, pink = float(np.min(measures.known(steps.next_token))), LIGHT["pink"]
+        crosses = {"symbol": "x", "size": 8, "color": pink}
+        x = steps.tokens[broken].tolist()
+        traces.append(line(x, [floor] * len(x), "not a number", pink, mode="markers", marker=crosses))
         keys.append(Key("not a number", LIGHT["pink"], "dot"))
     figure = over_time(
         steps,
@@ -301,6 +288,17 @@ def loss_axis(values: Column) -> dict[str, Any]:
         "ticktext": [f"{t:g}" for t in ticks],
         "hoverformat": ".4f",
     }
+
+
+def raw_and_smooth(steps: Steps, values: Column) -> list[dict[str, Any]]:
+    """A column of the metrics over tokens, faint, and how it runs without the noise."""
+    kept = thinned(values)
+    x = steps.tokens[kept].tolist()
+    smooth = measures.smoothed(values, steps.parts)
+    return [
+        line(x, values[kept], "each step", colour(0), line={"width": 1}, opacity=0.28),
+        line(x, smooth[kept], "smoothed", colour(0), line={"width": 2.4}),
+    ]
 
 
 def learning_rate(run: RunFiles) -> Chart | None:
@@ -330,11 +328,8 @@ def column(
         return None
     values: Column = getattr(run.steps, name)
     kept = thinned(values)
-    x = run.steps.tokens[kept].tolist()
-    faint = {"line": {"width": 1}, "opacity": 0.3} if smooth else {}
-    traces = [line(x, values[kept], "each step" if smooth else title, colour(0), **faint)]
-    if smooth:
-        traces.append(line(x, measures.smoothed(values, run.steps.parts)[kept], "smoothed", colour(0)))
+    plot = line(run.steps.tokens[kept].tolist(), values[kept], title, colour(0))
+    traces = raw_and_smooth(run.steps, values) if smooth else [plot]
     return single(id, title, over_time(run.steps, traces, yaxis={"hoverformat": digits} | (yaxis or {}), height=240))
 
 
@@ -357,8 +352,8 @@ def bits_bars(run: RunFiles) -> Chart | None:
         "data": [bars],
         "layout": layout(
             height=60 + 44 * len(ranked),
-            xaxis=axis(rangemode="tozero", range=[0, 1.15 * ranked[0][0]], showgrid=False, showticklabels=False),
-            yaxis=axis(tickfont={"size": 13, "color": LIGHT["ink"]}),
+            xaxis=axis(rangemode="tozero", range=[0, 1.3 * ranked[0][0]], showgrid=False, showticklabels=False),
+            yaxis=axis(tickfont={"size": 13, "color": LIGHT["ink"]}, showgrid=False),
             bargap=0.35,
         ),
     }
@@ -409,13 +404,12 @@ def bits_by_stage(run: RunFiles) -> Chart | None:
 def gini(run: RunFiles) -> Chart | None:
     if run.steps is None or not len(measures.known(run.steps.gini)):
         return None
-    kept = thinned(run.steps.gini)
-    trace = line(run.steps.tokens[kept].tolist(), run.steps.gini[kept], "Gini", colour(0))
+    traces = raw_and_smooth(run.steps, run.steps.gini)
     shape, label = level(0.1, "0.1", LIGHT["orange"])
     top = max(0.12, float(np.max(measures.known(run.steps.gini))) * 1.08)
     figure = over_time(
         run.steps,
-        [trace],
+        traces,
         names=True,
         shapes=[shape],
         annotations=[label],
@@ -432,6 +426,7 @@ def max_violation(run: RunFiles) -> Chart | None:
         "Fullest expert: load above the mean, in means",
         ".3f",
         {"rangemode": "tozero"},
+        smooth=True,
     )
 
 
@@ -450,7 +445,8 @@ def expert_load(run: RunFiles) -> Chart | None:
         most = max(map(len, layers.values()))
         cells = rounded([*row, *[math.nan] * (most - len(row))] for row in layers.values())
         heat = {
-            "type": "heatmap", "z": cells, "zmin": 0, "zmax": 2, "colorscale": DIVERGING, "xgap": 0.5, "ygap": 2,
+            "type": "heatmap", "z": cells, "zmin": 0, "zmax": 2, "colorscale": DIVERGING,
+            "xgap": 0.5 if most <= 128 else 0, "ygap": 2 if len(cells) <= MOST_LABELS else 0,
             "hovertemplate": "layer %{y}, expert %{x}<br>%{z:.2f} of the mean<extra></extra>",
             "colorbar": colourbar([0, 1, 2], ["no token", "the mean", "twice or more"]),
         }  # fmt: skip
@@ -503,7 +499,8 @@ def depth_attention(run: RunFiles) -> Chart | None:
         names, columns = [words.sublayer(plain(name, 24)) for name, _ in snapshot.depth_attention], sources(snapshot)
         heat = {
             "type": "heatmap", "z": rounded(depth_rows(snapshot)), "x": list(range(len(columns))), "zmin": 0, "zmax": 1,
-            "colorscale": SEQUENTIAL, "xgap": 2, "ygap": 2, "hoverongaps": False, "showscale": False,
+            "colorscale": SEQUENTIAL, "xgap": 2, "ygap": 2 if len(names) <= 2 * MOST_LABELS else 0,
+            "hoverongaps": False, "showscale": False,
             "text": [[f"{100 * v:.0f}" if math.isfinite(v) else "" for v in row] for row in depth_rows(snapshot)],
             "hovertemplate": "%{z:.3f}<extra></extra>",
         }  # fmt: skip
@@ -542,18 +539,21 @@ def half_life(run: RunFiles) -> Chart | None:
             "type": "scatter", "mode": "markers", "x": list(x), "y": list(median), "name": "head",
             "marker": {"size": 8 if len(points) <= 200 else 4, "color": colour(0)},
             "customdata": [list(row) for row in zip(heads, low, high)],
-            "hovertemplate": "head %{customdata[0]}: %{y:.3g} tokens<br>%{customdata[1]:.3g} to %{customdata[2]:.3g}<extra></extra>",
+            "hovertemplate": "head %{customdata[0]}: %{y:.3g} tokens<br>"
+            "%{customdata[1]:.3g} to %{customdata[2]:.3g}<extra></extra>",
         }  # fmt: skip
         if len(points) <= 200:
             trace["error_y"] = {
                 "type": "data", "symmetric": False, "array": [h - m for h, m in zip(high, median)],
-                "arrayminus": [m - l for m, l in zip(median, low)], "thickness": 1.4, "width": 0, "color": LIGHT["half"],
+                "arrayminus": [m - l for m, l in zip(median, low)], "thickness": 1.4, "width": 0,
+                "color": LIGHT["half"],
             }  # fmt: skip
         marks = [level(floor, "the bound: all but forgotten in a token", LIGHT["orange"])] if floor else []
         context = run.trained_context
         if context:
             marks.append(level(context, f"longest trained context, {words.length(context)}"))
-        names = [f"layer {plain(name, 8)}" for name in snapshot.half_life]
+        few = len(snapshot.half_life) <= 8
+        names = [f"layer {plain(name, 8)}" if few else plain(name, 8) for name in snapshot.half_life]
         every = -(-len(names) // MOST_LABELS)
         values = [*low, *high, *([floor] if floor else []), *([context] if context else [])]
         return {
@@ -562,7 +562,7 @@ def half_life(run: RunFiles) -> Chart | None:
                 height=340, hovermode="closest",
                 xaxis=axis(
                     tickmode="array", tickvals=list(range(0, len(names), every)), ticktext=names[::every],
-                    showgrid=False, range=[-0.55, len(names) - 0.45],
+                    title=titled("" if few else "layer"), showgrid=False, range=[-0.55, len(names) - 0.45],
                 ),
                 yaxis=axis(
                     type="log", tickmode="array", **decades(min(values), max(values)),
@@ -593,28 +593,37 @@ def decades(least: float, most: float) -> dict[str, Any]:
     }
 
 
+def size_axis(values: Iterable[float]) -> dict[str, Any]:
+    """Of root mean squares: logarithmic where they span more than an eye can."""
+    known = [v for v in values if math.isfinite(v)]
+    wide = len(known) > 0 and min(known) > 0 and max(known) > 30 * min(known)
+    return axis(title=titled("root mean square"), **({"type": "log", "dtick": 1} if wide else {"rangemode": "tozero"}))
+
+
 def activations(run: RunFiles) -> Chart | None:
     blue, orange = colour(0), colour(1)
+    kinds = (("input", 1, blue, "circle"), ("output", 2, orange, "diamond"))
 
     def draw(snapshot: Snapshot) -> Figure | None:
         if not snapshot.activation_rms:
             return None
-        names, reads, writes = zip(*snapshot.activation_rms)
+        columns = list(zip(*snapshot.activation_rms))
+        names = [words.sublayer(plain(name, 24)) for name in columns[0]]
         rows = list(range(len(names)))
         traces = [
             {
-                "type": "scatter", "mode": "lines+markers", "x": numbers(values), "y": rows, "name": name,
+                "type": "scatter", "mode": "lines+markers" if len(names) <= 2 * MOST_LABELS else "lines",
+                "x": numbers(columns[column]), "y": rows, "name": name,
                 "legendgroup": name, "line": {"color": stroke, "width": 1.6}, "marker": {"size": 6, "symbol": symbol},
                 "hovertemplate": "%{x:.3g}<extra>" + name + "</extra>",
             }
-            for name, values, stroke, symbol in (("input", reads, blue, "circle"), ("output", writes, orange, "diamond"))
+            for name, column, stroke, symbol in kinds
         ]  # fmt: skip
         return {
             "data": traces,
             "layout": layout(
-                height=depth_height(len(names), 60), hovermode="y unified",
-                xaxis=axis(rangemode="tozero", title=titled("root mean square")),
-                yaxis=depth_axis([words.sublayer(plain(name, 24)) for name in names]),
+                height=depth_height(len(names), 60), hovermode="y unified", xaxis=size_axis([*columns[1], *columns[2]]),
+                yaxis=depth_axis(names),
             ),
         }  # fmt: skip
 
@@ -635,7 +644,7 @@ def states(run: RunFiles) -> Chart | None:
         values, rows, heads = zip(*points)
         trace = {
             "type": "scatter", "mode": "markers", "x": list(values), "y": list(rows), "customdata": list(heads),
-            "marker": {"size": 9, "color": colour(0), "opacity": 0.65},
+            "marker": {"size": 9 if len(points) <= 200 else 4, "color": colour(0), "opacity": 0.65},
             "hovertemplate": "head %{customdata}: %{x:.3g}<extra></extra>",
         }  # fmt: skip
         names = [f"layer {plain(name, 8)}" for name in snapshot.state_rms]
@@ -643,7 +652,7 @@ def states(run: RunFiles) -> Chart | None:
             "data": [trace],
             "layout": layout(
                 height=depth_height(len(names) * 2, 60), hovermode="closest", yaxis=depth_axis(names),
-                xaxis=axis(rangemode="tozero", title=titled("root mean square")),
+                xaxis=size_axis(values),
             ),
         }  # fmt: skip
 
@@ -658,12 +667,7 @@ def throughput(run: RunFiles) -> Chart | None:
     usual = measures.speed(run)
     if steps is None or usual is None:
         return None
-    kept = thinned(steps.speed)
-    x = steps.tokens[kept].tolist()
-    traces = [
-        line(x, steps.speed[kept], "each step", colour(0), line={"width": 1}, opacity=0.35),
-        line(x, measures.smoothed(steps.speed, steps.parts, np.nanmedian)[kept], "smoothed", colour(0)),
-    ]
+    traces = raw_and_smooth(steps, steps.speed)
     shape, label = level(usual, f"median {words.human(usual)}")
     top = 1.1 * float(np.max(measures.known(steps.speed)))
     yaxis = {"range": [0, top], "hoverformat": ",.0f"}
@@ -793,8 +797,7 @@ def tasks(run: RunFiles) -> Chart | None:
 
 
 def loss_by_position(run: RunFiles) -> Chart | None:
-    context = run.result.long_context if run.result else None
-    curves = {c: buckets for c, buckets in (context.loss_by_position if context else {}).items() if buckets}
+    curves = {context: buckets for context, buckets in measures.position_curves(run).items() if buckets}
     if not curves:
         return None
     trained = run.trained_context

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from perilune.report import measures, words
 from perilune.report.figures import depth_rows, sources
@@ -42,21 +43,24 @@ def findings(run: RunFiles) -> list[Finding]:
 
 def verdict(found: list[Finding]) -> str:
     """The health of a run in a sentence."""
-    count = {level: sum(f.level == level for f in found) for level in Level}
     if not found:
         return "There is nothing to judge yet."
-    if count[Level.BROKEN]:
-        return f"This run is broken: {words.listed([f.title[0].lower() + f.title[1:] for f in found if f.level == Level.BROKEN])}."
-    fine = f"{count[Level.FINE]} of {len(found)} checks are fine"
-    if count[Level.POOR]:
-        return f"{fine}; {plural(count[Level.POOR], 'thing')} went wrong enough to act on."
-    if count[Level.WATCH]:
-        return f"This run looks healthy: {fine}, and {plural(count[Level.WATCH], 'thing')} {'is' if count[Level.WATCH] == 1 else 'are'} worth a second look."
-    return f"This run looks healthy: all {len(found)} checks are fine. These three say most about it."
+    named = {level: [f.title[0].lower() + f.title[1:] for f in found if f.level == level] for level in Level}
+    watch, poor, broken = (len(named[level]) for level in (Level.WATCH, Level.POOR, Level.BROKEN))
+    fine = f"{len(named[Level.FINE])} of {len(found)} checks are fine"
+    if broken:
+        return f"This run is broken: {words.listed(named[Level.BROKEN])}."
+    if poor:
+        return f"{fine}; {plural(poor, 'thing')} went wrong enough to act on."
+    if watch:
+        verb = "is" if watch == 1 else "are"
+        return f"This run looks healthy: {fine}, and {plural(watch, 'thing')} {verb} worth a look."
+    return f"This run looks healthy: all {len(found)} checks are fine. These say most about it."
 
 
 def plural(n: int, noun: str) -> str:
-    return f"{('no', 'one', 'two', 'three')[n] if n < 4 else n} {noun}{'' if n == 1 else 's'}"
+    spelled = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+    return f"{spelled[n] if n < len(spelled) else f'{n:,}'} {noun}{'' if n == 1 else 's'}"
 
 
 # learning
@@ -72,24 +76,27 @@ def loss_finite(run: RunFiles) -> Finding | None:
             Level.FINE, 0.05, "Every loss is a number", f"All {len(steps):,} steps have a finite loss.", "learning"
         )
     first = int(np.argmax(bad))
-    text = f"The loss is not a number in {int(bad.sum()):,} of {len(steps):,} steps, the first at step {steps.step[first]:,.0f}; what came after it cannot be trusted."
+    text = (
+        f"The loss is not a number in {int(bad.sum()):,} of {len(steps):,} steps, the first at step "
+        f"{steps.step[first]:,.0f}; what came after it cannot be trusted."
+    )
     return Finding(Level.BROKEN, 1.0, "The loss is not a number", text, "learning")
 
 
 def spikes(steps: Steps) -> list[tuple[int, float]]:
     """Steps whose loss leaps above the median of the 25 before them in their stage: by 0.3 nats and six times the usual
     deviation.  (index, height in nats)."""
-    found = []
+    found: list[tuple[int, float]] = []
     for part in steps.parts:
-        values = steps.next_token[part]
-        for i in range(10, len(values)):
-            before = known(values[max(0, i - 25) : i])
-            if len(before) < 8:
-                continue
-            usual = float(np.median(before))
-            deviation = float(np.median(np.abs(before - usual))) * 1.4826
-            if values[i] - usual > max(0.3, 6 * deviation):
-                found.append((part.start + i, float(values[i] - usual)))
+        values = np.where(np.isfinite(steps.next_token[part]), steps.next_token[part], math.nan)
+        before = sliding_window_view(np.pad(values, (25, 0), constant_values=math.nan), 25)[: len(values)]
+        judged = np.flatnonzero((np.isfinite(before).sum(1) >= 8) & np.isfinite(values))
+        before = before[judged]
+        usual = np.nanmedian(before, axis=1)
+        deviation = 1.4826 * np.nanmedian(np.abs(before - usual[:, None]), axis=1)
+        leap = values[judged] - usual
+        high = leap > np.maximum(0.3, 6 * deviation)
+        found += zip((part.start + judged[high]).tolist(), leap[high].tolist())
     return found
 
 
@@ -100,7 +107,10 @@ def loss_spikes(run: RunFiles) -> Finding | None:
     if not found:
         return Finding(Level.FINE, 0.1, "No loss spikes", "No step's loss leaps above its neighbours.", "learning")
     index, height = max(found, key=lambda spike: spike[1])
-    text = f"{plural(len(found), 'step').capitalize()} leapt above the ones before; the highest by {height:.2f} nats, at step {run.steps.step[index]:,.0f}."
+    text = (
+        f"{plural(len(found), 'step').capitalize()} leapt above the ones before; the highest by {height:.2f} "
+        f"nats, at step {run.steps.step[index]:,.0f}."
+    )
     level = Level.POOR if len(found) > 0.01 * len(run.steps) and height > 1 else Level.WATCH
     return Finding(level, min(1.0, height / 3), "The loss spikes", text, "learning")
 
@@ -120,7 +130,10 @@ def loss_trend(run: RunFiles) -> Finding | None:
         text = f"Over the last fifth of the last stage the mean loss rose from {before:.3f} to {after:.3f} nats."
         return Finding(Level.POOR, min(1.0, change), "The loss rises at the end", text, "learning")
     if change < -max(0.01, 2 * error):
-        text = f"Over the last fifth of the last stage it fell from {before:.3f} to {after:.3f} nats: more tokens would still help."
+        text = (
+            f"Over the last fifth of the last stage it fell from {before:.3f} to {after:.3f} nats: more tokens "
+            "would still help."
+        )
         return Finding(Level.FINE, 0.5, "The loss is still falling", text, "learning")
     text = f"Over the last fifth of the last stage it stayed near {after:.3f} nats."
     return Finding(Level.FINE, 0.3, "The loss has settled", text, "learning")
@@ -163,10 +176,16 @@ def compressors(run: RunFiles) -> Finding | None:
     worse = [n for v, n in others if ours >= v]
     value, name = others[0]
     if not worse:
-        text = f"{ours:.3f} bits per byte, {words.percent(1 - ours / value)} fewer than {name}, the best that needs no network ({value:.3f})."
+        text = (
+            f"{ours:.3f} bits per byte, {words.percent(1 - ours / value)} fewer than {name}, the best that needs "
+            f"no network ({value:.3f})."
+        )
         return Finding(Level.FINE, 0.9, f"Better than {name}", text, "quality")
-    packers = [n for n in worse if n.startswith(("gzip", "xz"))]
-    text = f"{ours:.3f} bits per byte, where {name} needs {value:.3f}; the network earns nothing over {words.listed(worse)} yet."
+    packers = [n for n in reversed(worse) if n.startswith(("gzip", "xz"))]  # the worst one first
+    text = (
+        f"{ours:.3f} bits per byte, where {name} needs {value:.3f}; the network earns nothing over "
+        f"{words.listed(worse)} yet."
+    )
     return Finding(Level.POOR if packers else Level.WATCH, 0.8, f"Worse than {(packers or worse)[0]}", text, "quality")
 
 
@@ -180,7 +199,10 @@ def quality_trend(run: RunFiles) -> Finding | None:
     )
     if last[0] > 1.01 * best[0]:
         return Finding(Level.WATCH, 0.6, "A later stage lost quality", text, "quality")
-    text = f"Held-out bits per byte fell from {scores[0][0]:.3f} after stage {scores[0][1]} to {last[0]:.3f} after {last[1]}."
+    text = (
+        f"Held-out bits per byte fell from {scores[0][0]:.3f} after stage {scores[0][1]} to {last[0]:.3f} "
+        f"after {last[1]}."
+    )
     return Finding(Level.FINE, 0.3, "Stages build on each other", text, "quality")
 
 
@@ -246,7 +268,10 @@ def depth_map(run: RunFiles) -> Finding | None:
         return Finding(Level.WATCH, 0.55, "Depth attention ignores a source", text, "depth")
     live = float(np.median(rows[:, -1]))
     if live > 0.95:
-        text = f"The typical sublayer takes {words.percent(live)} of its input from the live sum: the older blocks hardly count."
+        text = (
+            f"The typical sublayer takes {words.percent(live)} of its input from the live sum: the older blocks "
+            "hardly count."
+        )
         return Finding(Level.WATCH, 0.5, "Depth attention is a plain residual", text, "depth")
     uniform = np.abs(rows * np.isfinite(rows).sum(1, keepdims=True) - 1)
     if float(np.nanmax(uniform)) < 0.05:
@@ -254,7 +279,10 @@ def depth_map(run: RunFiles) -> Finding | None:
         return Finding(Level.WATCH, 0.6, "Depth attention has not learned", text, "depth")
     row, column = np.unravel_index(int(np.nanargmax(rows)), rows.shape)
     reader = [name for name, weights in snapshot.depth_attention if len(weights) > 1][row]
-    text = f"Every source is read by some sublayer; the strongest link is {words.sublayer(reader)} from {names[column]}, {words.percent(rows[row, column])}."
+    text = (
+        f"Every source is read by some sublayer; the strongest link is {words.sublayer(reader)} from "
+        f"{names[column]}, {words.percent(rows[row, column])}."
+    )
     return Finding(Level.FINE, 0.45, "Depth attention uses all its sources", text, "depth")
 
 
@@ -270,7 +298,10 @@ def memory(run: RunFiles) -> Finding | None:
     floor = math.log(2) / -bound if isinstance(bound, int | float) and bound < 0 else math.log(2) / 5
     saturated = sum(median < 1.2 * floor for _, median, _ in heads.values())
     if saturated:
-        text = f"{saturated} of {len(heads)} heads have a median half-life near {floor:.2f} tokens, the least the gate allows: they forget a token at once."
+        text = (
+            f"{saturated} of {len(heads)} heads have a median half-life near {floor:.2f} tokens, the least the "
+            "gate allows: they forget a token at once."
+        )
         level = Level.POOR if saturated > 0.25 * len(heads) else Level.WATCH
         return Finding(
             level, min(1.0, 0.4 + saturated / len(heads)), "KDA heads saturated at the bound", text, "memory"
@@ -282,11 +313,14 @@ def memory(run: RunFiles) -> Finding | None:
         text = (
             f"{len(frozen)} of {len(heads)} heads keep every token for the same time; their decay ignores the text."
             if frozen
-            else f"{len(unmoved)} of {len(heads)} heads have the half-life they had after the first stage, to a thousandth."
+            else f"{len(unmoved)} of {len(heads)} heads have the half-life of the first stage's end, to a thousandth."
         )
         return Finding(Level.WATCH, 0.45, "KDA decay is frozen", text, "memory")
     medians = [v[1] for v in heads.values()]
-    text = f"Median half-lives reach from {words.human(min(medians))} to {words.human(max(medians))} tokens over {len(heads)} heads; none sits at the bound."
+    text = (
+        f"Median half-lives reach from {words.human(min(medians))} to {words.human(max(medians))} tokens over "
+        f"{len(heads)} heads; none sits at the bound."
+    )
     return Finding(Level.FINE, 0.5, "KDA's memory spans many scales", text, "memory")
 
 
@@ -303,7 +337,11 @@ def activation_growth(run: RunFiles) -> Finding | None:
         return None
     name, most = max(reads, key=lambda entry: entry[1])
     growth = most / reads[0][1]
-    text = f"What sublayers read grows {growth:.1f} times over depth, from {reads[0][1]:.3g} to {most:.3g} at {words.sublayer(name)}."
+    text = (
+        f"What sublayers read grows {words.figure(growth)} times over depth, "
+        f"from {words.figure(reads[0][1])} to {words.figure(most)} at "
+        f"{words.sublayer(name)}."
+    )
     if growth > 20:
         return Finding(
             Level.POOR if growth > 200 else Level.WATCH,
@@ -331,7 +369,10 @@ def needle(run: RunFiles) -> Finding | None:
     beyond = [entry for entry in lengths if trained is not None and entry.length > trained]
     worst = min(beyond, key=lambda entry: entry.accuracy, default=None)
     if worst is not None and worst.accuracy < inside.accuracy - 0.15:
-        text = f"{at}, but {words.percent(worst.accuracy)} at {words.length(worst.length)}, beyond the {words.length(trained or 0)} trained on."
+        text = (
+            f"{at}, but {words.percent(worst.accuracy)} at {words.length(worst.length)}, beyond the "
+            f"{words.length(trained or 0)} trained on."
+        )
         return Finding(
             Level.WATCH,
             min(1.0, 0.4 + inside.accuracy - worst.accuracy),
@@ -359,7 +400,10 @@ def blind_spot(run: RunFiles) -> Finding | None:
     where = (
         f"between {100 * worst.start:.0f}% and {100 * worst.stop:.0f}% of a {words.length(inside.length)}-token text"
     )
-    text = f"{words.percent(worst.accuracy)} of the needles {where} are found, {words.percent(inside.accuracy)} over all places."
+    text = (
+        f"{words.percent(worst.accuracy)} of the needles {where} are found, {words.percent(inside.accuracy)} "
+        "over all places."
+    )
     if worst.accuracy < inside.accuracy - 0.25:
         return Finding(Level.WATCH, 0.5, "There is a blind spot in the text", text, "long")
     return Finding(Level.FINE, 0.2, "No blind spot in the text", text, "long")
@@ -378,7 +422,10 @@ def other_tasks(run: RunFiles) -> Finding | None:
         n for n, e in inside.items() if e.accuracy < e.chance + max(0.05, 2 * math.sqrt(e.chance / max(1, e.asked)))
     ]
     if at_chance:
-        text = f"At the longest trained length, {words.listed(at_chance)} {'is' if len(at_chance) == 1 else 'are'} no better than guessing."
+        text = (
+            f"At the longest trained length, {words.listed(at_chance)} {'is' if len(at_chance) == 1 else 'are'} "
+            "no better than guessing."
+        )
         return Finding(Level.WATCH, 0.4, "A task was not learned", text, "long")
     scores = words.listed([f"{name} {words.percent(entry.accuracy)}" for name, entry in inside.items()])
     return Finding(
@@ -388,8 +435,7 @@ def other_tasks(run: RunFiles) -> Finding | None:
 
 def position_loss(run: RunFiles) -> Finding | None:
     """Whether later tokens profit from more text, also beyond the trained length."""
-    context, trained = (run.result.long_context if run.result else None), run.trained_context
-    curves = context.loss_by_position if context else {}
+    curves, trained = measures.position_curves(run), run.trained_context
     if not curves or trained is None:
         return None
     tokens, buckets = list(curves.items())[-1]
@@ -398,7 +444,10 @@ def position_loss(run: RunFiles) -> Finding | None:
     if not inside or not beyond:
         return None
     rise = beyond[-1].nats - inside[-1].nats
-    text = f"In texts of {words.length(tokens)} tokens the loss is {inside[-1].nats:.3f} nats up to the trained length and {beyond[-1].nats:.3f} at the end."
+    text = (
+        f"In texts of {words.length(tokens)} tokens the loss is {inside[-1].nats:.3f} nats up to the trained "
+        f"length and {beyond[-1].nats:.3f} at the end."
+    )
     if rise > 0.1:
         return Finding(
             Level.POOR if rise > 1 else Level.WATCH,
@@ -432,9 +481,15 @@ def throughput(run: RunFiles) -> Finding | None:
     spent = float(known(run.steps.seconds).sum())
     usual_speed = measures.speed(run) or 0.0
     if share > 0.03 or lost > 0.05 * spent:
-        text = f"{words.percent(share)} of the steps ran below 70% of their stage's median speed; that cost {words.percent(lost / spent)} of the time."
+        text = (
+            f"{words.percent(share)} of the steps ran below 70% of their stage's median speed; that cost "
+            f"{words.percent(lost / spent)} of the time."
+        )
         return Finding(Level.WATCH, min(1.0, 0.2 + lost / spent), "Throughput dips", text, "speed")
-    text = f"{words.human(usual_speed)} tokens a second at the median; {words.percent(share)} of the steps were much slower."
+    text = (
+        f"{words.human(usual_speed)} tokens a second at the median; {words.percent(share)} of the steps were "
+        "much slower."
+    )
     return Finding(Level.FINE, 0.2, "The speed is steady", text, "speed")
 
 

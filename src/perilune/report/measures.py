@@ -1,13 +1,11 @@
-"""Single figures of a run, as the page's head, the health rules and comparisons use them; None where files do not say."""
+"""Single figures of a run, for the page's head, the health rules and comparisons; None where the files do not say."""
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from perilune.report.read import Column, Length, RunFiles
+from perilune.report.read import Bucket, Column, Length, RunFiles
 
 OURS = "perilune"
 RECENT = 0.1  # share of the steps that "at the end" means
@@ -29,15 +27,18 @@ def recent(values: Column) -> float | None:
     return middle(values[-max(5, round(len(values) * RECENT)) :])
 
 
-def smoothed(values: Column, parts: list[slice], average: Callable[..., Any] = np.nanmean, most: int = 50) -> Column:
-    """The `average` of each value and its neighbours in its part, some hundredth of all to each side; gaps stay gaps."""
+def smoothed(values: Column, parts: list[slice], most: int = 50) -> Column:
+    """Running medians, which no leap moves, and of these running means, within each part; gaps stay gaps.
+
+    A value is judged with its neighbours, a hundredth of all steps to each side.
+    """
     half = max(2, min(most, len(values) // 100))
-    out = np.full(len(values), math.nan)
+    out = np.where(np.isfinite(values), values, math.nan)
     for part in parts:
-        padded = np.pad(values[part], half, constant_values=math.nan)
-        padded[~np.isfinite(padded)] = math.nan
         there = np.isfinite(values[part])
-        out[part][there] = average(sliding_window_view(padded, 2 * half + 1)[there], axis=1)
+        for average in (np.nanmedian, np.nanmean):
+            padded = np.pad(out[part], half, constant_values=math.nan)
+            out[part][there] = average(sliding_window_view(padded, 2 * half + 1)[there], axis=1)
     return out
 
 
@@ -98,6 +99,12 @@ def task(run: RunFiles, name: str) -> list[Length]:
     """A task's lengths in rising order; empty where it was not asked."""
     context = run.result.long_context if run.result else None
     return context.tasks.get(name, []) if context else []
+
+
+def position_curves(run: RunFiles) -> dict[int, list[Bucket]]:
+    """Context: loss by position."""
+    context = run.result.long_context if run.result else None
+    return context.loss_by_position if context else {}
 
 
 def within(lengths: list[Length], trained: int | None) -> Length | None:

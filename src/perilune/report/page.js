@@ -21,7 +21,9 @@
     const { data, layout } = figureOf(chart);
     const plot = chart.querySelector(".plot");
     if (plot.clientWidth > 900) {
-      for (const label of layout.annotations ?? []) if (label.name) label.yshift = 16 * Number(label.name.slice(4)); // "row 1"
+      const names = (layout.annotations ?? []).filter((label) => label.name);
+      for (const label of names) label.yshift = 16 * Number(label.name.slice(4)); // "row 1"
+      if (names.length) layout.margin.t = 30 + Math.max(...names.map((label) => label.yshift));
     }
     plot.style.height = `${layout.height}px`;
     Plotly.react(plot, data, layout, { responsive: true, displayModeBar: false });

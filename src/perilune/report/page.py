@@ -59,7 +59,7 @@ def json_in_html(values: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def chart_html(chart: Chart) -> str:
+def chart_html(chart: Chart, wide: bool) -> str:
     def button(label: str, pressed: bool, attributes: str, inside: str = "") -> str:
         return f'<button type="button" aria-pressed="{str(pressed).lower()}" {attributes}>{inside}{label}</button>'
 
@@ -71,27 +71,32 @@ def chart_html(chart: Chart) -> str:
         for key in chart.keys
     )  # fmt: skip
     labels = list(chart.figures)
-    choices = "".join(button(escape(label), i == 0, f'data-figure="{i}"') for i, label in enumerate(labels))
+    choices = "".join(button(escape(label), i == chart.chosen, f'data-figure="{i}"') for i, label in enumerate(labels))
     data = "".join(
         f'<script type="application/json">{json_in_html(figure)}</script>' for figure in chart.figures.values()
     )
     height = max(figure["layout"]["height"] for figure in chart.figures.values())
     return (
-        f'<figure class="chart{" wide" if chart.wide else ""}" id="chart-{chart.id}"><figcaption><h3>{escape(chart.title)}</h3>'
+        f'<figure class="chart{" wide" if wide else ""}" id="chart-{chart.id}">'
+        f"<figcaption><h3>{escape(chart.title)}</h3>"
         + (
             f'<div class="choices" role="group" aria-label="Choose what is shown">{choices}</div>'
             if len(labels) > 1
             else ""
         )
         + (f'<div class="keys">{keys}</div>' if len(chart.keys) > 1 else "")
-        + f'</figcaption><div class="plot" role="img" aria-label="{escape(chart.title)}" style="height:{height}px"></div>'
+        + "</figcaption>"
+        + f'<div class="plot" role="img" aria-label="{escape(chart.title)}" style="height:{height}px"></div>'
         + (f'<p class="note">{escape(chart.note)}</p>' if chart.note else "")
         + f"{data}</figure>"
     )
 
 
 def section_html(section: Section) -> str:
-    inside = "".join(chart_html(chart) for chart in section.charts if chart is not None)
+    charts = [chart for chart in section.charts if chart is not None]
+    halves = [chart for chart in charts if not chart.wide]
+    alone = halves[-1:] if len(halves) % 2 else []  # has no neighbour
+    inside = "".join(chart_html(chart, chart.wide or chart in alone) for chart in charts)
     body = f'<div class="grid">{inside}</div>' if inside else f'<p class="empty">{escape(section.missing)}</p>'
     return (
         f'<section id="{section.id}"><h2>{escape(section.title)}</h2>'
@@ -295,7 +300,7 @@ def sections_of(run: RunFiles) -> list[Section]:
         Section(
             "long", "Long context",
             "What the model finds in long texts, and whether later tokens get easier to predict.",
-            "a dark band that ends at the trained length, a place in the text where facts get lost, or a loss that turns up.",
+            "numbers that fall below the orange line, a place where facts get lost, or a loss that turns up.",
             [figures.needle(run), figures.tasks(run), figures.loss_by_position(run)], NO_RESULT,
         ),
         Section(
@@ -341,7 +346,8 @@ def samples_html(run: RunFiles) -> str:
     )
     body = f'<div class="samples">{cards}</div>' if cards else f'<p class="empty">{escape(NO_RESULT)}</p>'
     return (
-        '<section id="samples"><h2>Samples</h2><p class="see">What the model writes after a prompt, which is in colour. '
+        '<section id="samples"><h2>Samples</h2>'
+        '<p class="see">What the model writes after a prompt, which is in colour. '
         f"<em>Wrong would be</em> a word repeated without end, or nothing.</p>{body}</section>"
     )
 

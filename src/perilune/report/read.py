@@ -201,7 +201,7 @@ def read_run(folder: Path) -> RunFiles:
             f"{folder}: expected a run, found none of {', '.join(FILES)}; give a folder that training made"
         )
     notes: list[str] = []
-    config = _whole(folder / "run.json", lambda values: _object(values), notes)
+    config = _whole(folder / "run.json", _object, notes)
     steps = _lines(folder / "metrics.jsonl", _step, notes)
     snapshots = _lines(folder / "snapshots.jsonl", _snapshot, notes)
     result = _whole(folder / "result.json", _result, notes)
@@ -257,6 +257,12 @@ def _object(values: Any) -> dict[str, Any]:
     return values
 
 
+def _part(values: dict[str, Any], key: str) -> dict[str, Any]:
+    """The object under `key`; an empty one if there is none."""
+    value = values.get(key)
+    return {} if value is None else _object(value)
+
+
 def _number(values: dict[str, Any], key: str) -> float:
     value = values.get(key)
     return math.nan if value is None else float(_real(value))
@@ -286,7 +292,7 @@ def _numbers(values: Iterable[Any]) -> list[float]:
 
 
 def _step(line: dict[str, Any]) -> dict[str, Any]:
-    losses = _object(line.get("losses") or {})
+    losses = _part(line, "losses")
     return {
         "step": float(_real(line["step"])),
         "stage": str(line.get("stage", "")),
@@ -337,7 +343,7 @@ def _snapshot(line: dict[str, Any]) -> Snapshot:
 
 def _by_layer(line: dict[str, Any], key: str, build: Callable[[Any], Any]) -> dict[str, Any]:
     """Layers in the order of depth."""
-    layers = _object(line.get(key) or {})
+    layers = _part(line, key)
     ordered = sorted(layers, key=lambda name: (not name.isdecimal(), int(name) if name.isdecimal() else 0, name))
     return {name: build(layers[name]) for name in ordered}
 
@@ -351,8 +357,8 @@ def _three(values: Iterable[Any]) -> tuple[float, float, float]:
 
 
 def _result(values: Any) -> Result:
-    load = _object(values.get("expert_load") or {})
-    bits = _object(values.get("bits_per_byte") or {})
+    load = _part(values, "expert_load")
+    bits = _part(values, "bits_per_byte")
     long_context = values.get("long_context")
     return Result(
         bits_per_byte={str(name): float(_real(value)) for name, value in bits.items()},
@@ -363,7 +369,7 @@ def _result(values: Any) -> Result:
         seed=_count(values, "seed"),
         seconds=_maybe(values, "seconds"),
         parameters=_count(values, "parameters"),
-        machine={str(name): str(value) for name, value in _object(values.get("machine") or {}).items()},
+        machine={str(name): str(value) for name, value in _part(values, "machine").items()},
         long_context=None if long_context is None else _long_context(_object(long_context)),
         samples=[(str(sample["prompt"]), str(sample["text"])) for sample in values.get("samples") or []],
     )
@@ -372,7 +378,7 @@ def _result(values: Any) -> Result:
 def _long_context(values: dict[str, Any]) -> LongContext:
     tasks = {
         str(name): sorted((_length(entry) for entry in lengths), key=lambda entry: entry.length)
-        for name, lengths in _object(values.get("tasks") or {}).items()
+        for name, lengths in _part(values, "tasks").items()
     }
     curves = {
         int(_real(curve["context"])): [

@@ -20,8 +20,8 @@ COLOURS = {  # name: (light, dark)
     "gold": ("#9a7300", "#dcb84f"),
     "slate": ("#4b5a78", "#a3b3d6"),
     "low": ("#f0f3f3", "#20262e"),  # the heat maps' ends and middle
-    "half": ("#7fb6cd", "#2d6f8d"),
-    "full": ("#0a5a7d", "#74cbf0"),
+    "half": ("#7fb6cd", "#245f7b"),
+    "full": ("#0a5a7d", "#2a8cba"),
 }
 LIGHT = {name: light for name, (light, _) in COLOURS.items()}
 LINES = ("accent", "orange", "green", "pink", "gold", "slate")

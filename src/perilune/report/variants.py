@@ -51,14 +51,16 @@ class Measure:
     show: Callable[[float], str]
     lower: bool
     """Whether less is better."""
+    ticks: str = ""
+    """How an axis shows it (d3)."""
 
 
 MEASURES = (
-    Measure("bits per byte", measures.bits_per_byte, lambda v: f"{v:.4f}", True),
+    Measure("bits per byte", measures.bits_per_byte, lambda v: f"{v:.3f}", True),
     Measure("Gini of expert load", measures.gini, lambda v: f"{v:.3f}", True),
     Measure("dead experts", measures.dead_experts, lambda v: f"{v:.3g}", True),
-    Measure("needles found, trained length", measures.needle_trained, words.percent, False),
-    Measure("needles found, longest text", measures.needle_longest, words.percent, False),
+    Measure("needles found, trained length", measures.needle_trained, words.percent, False, "~%"),
+    Measure("needles found, longest text", measures.needle_longest, words.percent, False, "~%"),
     Measure("tokens a second", measures.speed, words.human, False),
 )
 
@@ -93,7 +95,7 @@ def sample(variant: Variant, measure: Measure) -> Sample | None:
 
 
 def apart(a: Sample, b: Sample) -> bool | None:
-    """Whether the means differ by more than chance over seeds explains (Welch's t test at 5%); None for single seeds."""
+    """Whether the means differ by more than the seeds' spread (Welch's t test at 5%); None where one has one seed."""
     if a.spread is None or b.spread is None:
         return None
     parts = [a.spread**2 / len(a.values), b.spread**2 / len(b.values)]
@@ -111,24 +113,24 @@ def ranked(variants: Sequence[Variant], measure: Measure) -> list[tuple[Variant,
 
 
 def conclusion(variants: Sequence[Variant], measure: Measure) -> str | None:
-    """Who is best by a measure, and which of the others differ from it by more than the seeds do; in words."""
+    """Who leads by a measure, and which of the others are behind by more than seeds explain; in words."""
     order = ranked(variants, measure)
     if len(order) < 2:
         return None
-    (best, top), rest = order[0], order[1:]
-    if all(s.mean == top.mean for _, s in rest) and not any(s.spread for _, s in order):
-        return f"every variant has {measure.show(top.mean)}."
-    within = [v.name for v, s in rest if apart(top, s) is False]
-    beyond = [f"{v.name} ({measure.show(s.mean)})" for v, s in rest if apart(top, s)]
-    unknown = [f"{v.name} ({measure.show(s.mean)})" for v, s in rest if apart(top, s) is None]
-    sentences = [f"{best.name} is best with {told(top, measure)}"]
-    if within:
-        sentences.append(f"{words.listed(within)} {_differ(within)} from it by less than the seeds' spread explains")
+    top = order[0][1]
+    leaders = [v.name for v, s in order if s.mean == top.mean]
+    if len(leaders) == len(order):
+        return f"all have {told(top, measure)}."
+    behind = [(f"{v.name} ({measure.show(s.mean)})", apart(top, s)) for v, s in order if s.mean != top.mean]
+    beyond, within, unknown = ([name for name, said in behind if said is what] for what in (True, False, None))
+    sentences = [f"{words.listed(leaders)} {'leads' if len(leaders) == 1 else 'lead'} with {told(top, measure)}."]
     if beyond:
-        sentences.append(f"{words.listed(beyond)} {'is' if len(beyond) == 1 else 'are'} worse by more than it explains")
+        sentences.append(f"Behind by more than the seeds' spread: {words.listed(beyond)}.")
+    if within:
+        sentences.append(f"Within the seeds' spread: {words.listed(within)}.")
     if unknown:
-        sentences.append(f"whether {words.listed(unknown)} {_differ(unknown)} by more than chance needs more seeds")
-    return "; ".join(sentences) + "."
+        sentences.append(f"Not to be told from chance with one seed: {words.listed(unknown)}.")
+    return " ".join(sentences)
 
 
 def told(sample: Sample, measure: Measure) -> str:
@@ -136,10 +138,6 @@ def told(sample: Sample, measure: Measure) -> str:
     if sample.spread is None:
         return measure.show(sample.mean)
     return f"{measure.show(sample.mean)} ± {measure.show(sample.spread)}"
-
-
-def _differ(names: list[str]) -> str:
-    return "differs" if len(names) == 1 else "differ"
 
 
 def _identity(run: RunFiles) -> str:

@@ -16,6 +16,11 @@ def human(n: float) -> str:
     raise AssertionError
 
 
+def figure(x: float) -> str:
+    """Three digits, without an exponent where that can be read."""
+    return human(x) if abs(x) >= 999.5 else f"{x:.3g}"
+
+
 def length(tokens: int) -> str:
     """A context as it is spoken of: 2048 is 2K, 1500 is 1,500."""
     for size, unit in ((2**20, "M"), (2**10, "K")):
