@@ -203,6 +203,19 @@ def test_a_block_is_shuffled_like_an_epoch_in_memory(corpus: StreamedCorpus, bpe
     assert same(stream_of(corpus, bpe, seed=7).read(size), memory.read(size))
 
 
+def test_every_block_has_an_order_of_its_own(tmp_path: Path, bpe: ByteBPE) -> None:
+    corpus = opened(write(tmp_path / "a", [f"number {i}" for i in range(4 * BLOCK)]), held_out=0.0)
+    stream, texts = stream_of(corpus, bpe, 1 << 20), list(corpus.texts())
+    size = sum(map(len, bpe.encode_documents(texts)))
+    orders = []
+    for _ in range(2):
+        epoch = [bpe.decode(ids, skip_special=True) for ids, _ in pieces_of(stream.read(size))]
+        for i in range(0, len(texts), BLOCK):
+            orders.append(tuple(texts.index(text) - i for text in epoch[i : i + BLOCK]))
+    assert all(sorted(order) == list(range(BLOCK)) for order in orders)
+    assert len(set(orders)) == len(orders) == 8
+
+
 @settings(derandomize=True, deadline=None, max_examples=20)
 @given(st.lists(st.integers(0, 2000), min_size=1, max_size=6))
 def test_any_reads_are_the_same_stream(corpus: StreamedCorpus, bpe: ByteBPE, reads: list[int]) -> None:
