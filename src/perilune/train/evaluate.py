@@ -40,10 +40,12 @@ def bits_per_byte(
     if not size:
         raise DataError("texts: expected at least one byte to score, got none; give some text")
     documents = tokenizer.encode_documents(texts)
+    device = model.lm_head.weight.device
     nats = 0.0
     with judging(model):
         for batch in evaluation_batches(documents, context, max(tokens, context)):
-            output = model(batch.input_ids, cu_seqlens=batch.cu_seqlens, targets=batch.labels)
+            ids, targets = batch.input_ids.to(device), batch.labels.to(device)
+            output = model(ids, cu_seqlens=batch.cu_seqlens, targets=targets)
             nats += float(output.losses["next_token"]) * int((batch.labels != IGNORE).sum())
     return nats / math.log(2) / size
 

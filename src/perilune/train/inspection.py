@@ -66,7 +66,7 @@ def observe(model: K3Model, batch: Batch) -> Readings:
     gives; percentiles are values that occur.  A model without mixers, or without KDA, has none of their figures.
     """
     with judging(model), _hooked(model) as readings:
-        model.model(batch.input_ids, None, batch.cu_seqlens.tolist())
+        model.model(batch.input_ids.to(model.lm_head.weight.device), None, batch.cu_seqlens.tolist())
     return readings
 
 
