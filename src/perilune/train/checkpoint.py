@@ -16,6 +16,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from perilune.core.errors import CheckpointError
 from perilune.train.folder import free_space, sync
 
@@ -53,7 +55,7 @@ class Checkpoints:
             sync(self.folder)
         except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)
-            if isinstance(error, (OSError, CheckpointError)):
+            if isinstance(error, (OSError, SafetensorError)):
                 raise CheckpointError(self._failure(step, error)) from error
             raise
         for other in self._found():

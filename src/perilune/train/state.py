@@ -1,6 +1,6 @@
 """All that a training run is between two steps, written to a folder and put back bit for bit.
 
-The folder is a model's (`Trainer.save`) with two files more: `training.safetensors` has every other tensor, by names
+The folder is a model's, with its tokenizer and two files more: `training.safetensors` has every other tensor, by names
 such as `optimizer/lm_head.weight/momentum`, `training.json` the step, the place in the data and the configuration.
 """
 
@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 import perilune
 from perilune.core.errors import CheckpointError
 from perilune.models.k3 import K3Config
-from perilune.models.k3.convert import load_into, open_shard, read_config
+from perilune.models.k3.convert import load_into, open_shard, read_config, write_shards
 from perilune.train.checkpoint import Checkpoints, find_flaw
 from perilune.train.config import Run
 from perilune.train.folder import differences, spell, write_json
@@ -38,13 +37,12 @@ NO_PART_OF_WEIGHTS = ("carried", "initializer_range", "mtp_loss_weight", "balanc
 
 
 def write(trainer: "Trainer", folder: Path) -> None:
-    """Raises OSError or CheckpointError where the disk does not take it."""
-    trainer.save(folder)
+    """Raises OSError or SafetensorError where the disk does not take it."""
+    trainer.feed.tokenizer.save(folder)
+    write_shards(trainer.model, folder)
+    write_json(folder / "config.json", trainer.model.config.to_hf())
     tensors = {name: tensor.detach().contiguous() for name, tensor in _tensors(trainer)}
-    try:
-        save_file(tensors, folder / TENSORS)
-    except SafetensorError as error:  # the disk is full
-        raise CheckpointError(f"{TENSORS}: {error}") from None
+    save_file(tensors, folder / TENSORS)
     write_json(
         folder / VALUES,
         {
