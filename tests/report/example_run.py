@@ -2,6 +2,7 @@
 
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,8 @@ def metrics(seed: int = 0, loss: float = 0.0, uneven: float = 0.05, dead: float 
             nats = learned + 0.15 * (place > 0) * math.exp(-i / 6) + rng.normal(0, 0.06)
             lines.append(
                 {
-                    "step": step, "stage": name, "tokens": tokens, "lr": peak * (0.25 + 0.375 * (1 + math.cos(math.pi * u))),
+                    "step": step, "stage": name, "tokens": tokens,
+                    "lr": peak * (0.25 + 0.375 * (1 + math.cos(math.pi * u))),
                     "seconds": (0.6 + 0.25 * place) * math.exp(rng.normal(0, 0.05)) * (5 if i == 0 else 1),
                     "losses": {"next_token": nats, "mtp": nats + 0.4 + 1.2 * math.exp(-tokens / 90_000)},
                     "grad_norm": 0.4 + 1.5 * math.exp(-step / 20) + abs(rng.normal(0, 0.05)),
@@ -98,7 +100,10 @@ def snapshots(
                     for layer in KDA
                 },
                 "activation_rms": [
-                    {"sublayer": s, "input": (0.5 + 0.03 * i) * growth**i, "output": (0.3 + 0.05 * rng.random()) * growth**i}
+                    {
+                        "sublayer": s, "input": (0.5 + 0.03 * i) * growth**i,
+                        "output": (0.3 + 0.05 * rng.random()) * growth**i,
+                    }
                     for i, s in enumerate(sublayers())
                 ],
                 "state_rms": {str(layer): (0.05 + 0.1 * rng.random(HEADS)).tolist() for layer in KDA},
@@ -134,9 +139,10 @@ def loss_by_position(rng: np.random.Generator, rise: float) -> list[dict[str, An
                 "buckets": [
                     {
                         "from": a, "to": b, "tokens": 40 * (b - a),
-                        "nats": 1.75 + 2.2 / math.sqrt(1 + b / 24) + rise * max(0, math.log2(b / 4096)) + rng.normal(0, 0.01),
+                        "nats": 1.75 + 2.2 / math.sqrt(1 + b / 24) + rise * max(0, math.log2(b / 4096))
+                        + rng.normal(0, 0.01),
                     }
-                    for a, b in zip(edges, edges[1:])
+                    for a, b in pairwise(edges)
                 ],
             }
         )  # fmt: skip
@@ -166,8 +172,8 @@ def result(
             "loss_by_position": loss_by_position(rng, rise),
         },
         "samples": [
-            {"prompt": "def ", "text": "def read(self, size=-1):\n    if self._closed:\n        raise ValueError('closed')\n    return self._buffer[:size]\n"},
-            {"prompt": "class ", "text": "class Reader:\n    def __init__(self, stream):\n        self.stream = stream\n"},
+            {"prompt": "def ", "text": "def read(self, size=-1):\n    if self._closed:\n        raise ValueError\n"},
+            {"prompt": "class ", "text": "class Reader:\n    def __init__(self, stream):\n        self.stream = 0\n"},
             {"prompt": "import ", "text": "import os\nimport sys\nfrom collections import deque\n"},
         ],
     }  # fmt: skip
@@ -186,7 +192,7 @@ def write(folder: Path, files: dict[str, Any]) -> Path:
 
 
 def healthy(folder: Path, seed: int = 0, kind: str = "quantile", block: int | None = 2, **worse: float) -> Path:
-    """A run that went well; `worse` adds to its bits per byte (`bits`) and sets its Gini (`gini`) and `dead` experts."""
+    """A run that went well; `worse` adds to its `bits` per byte and sets its `gini` and its `dead` experts."""
     noise = np.random.default_rng([seed, 7]).normal(0, 0.004)
     bits, uneven, dead = 1.53 + worse.get("bits", 0.0) + noise, worse.get("gini", 0.05), int(worse.get("dead", 0))
     return write(
@@ -201,7 +207,7 @@ def healthy(folder: Path, seed: int = 0, kind: str = "quantile", block: int | No
 
 
 def sick(folder: Path) -> Path:
-    """NaN losses, spikes, dead experts, a growing gradient, slow steps, saturated heads, hostile text, half a last line."""
+    """NaN losses, spikes, dead experts, a growing gradient, slow steps, saturated heads, hostile text, half a line."""
     steps = metrics(3, uneven=0.08)
     for i, line in enumerate(steps):
         line["gini"] = 0.08 + 0.4 * i / len(steps)
@@ -238,8 +244,8 @@ def sick(folder: Path) -> Path:
     )
 
 
-def going(folder: Path) -> Path:
+def going(folder: Path, kind: str = "quantile") -> Path:
     """A run in the middle of its second stage, whose last line is half-written."""
     steps = metrics(1)[:215]
     text = "".join(json.dumps(line) + "\n" for line in steps[:-1]) + json.dumps(steps[-1])[:40]
-    return write(folder, {"run.json": config(1), "metrics.jsonl": text, "snapshots.jsonl": snapshots(1)[:1]})
+    return write(folder, {"run.json": config(1, kind), "metrics.jsonl": text, "snapshots.jsonl": snapshots(1)[:1]})

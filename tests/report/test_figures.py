@@ -2,12 +2,13 @@
 
 import json
 import re
+from itertools import pairwise
 
+import example_run
 import numpy as np
 import plotly.graph_objects as go
 import pytest
 
-import example_run
 from perilune.report import compare, figures, measures, page
 from perilune.report.read import read_run
 from perilune.report.theme import COLOURS, LIGHT
@@ -123,7 +124,7 @@ def test_the_trained_length_is_marked(run):
 
 def test_stage_borders_stand_where_stages_begin(folder, run):
     written = lines(folder)
-    starts = [a["tokens"] for a, b in zip(written, written[1:]) if a["stage"] != b["stage"]]
+    starts = [a["tokens"] for a, b in pairwise(written) if a["stage"] != b["stage"]]
     layout = figures.loss(run).figures[""]["layout"]
     assert [shape["x0"] for shape in layout["shapes"]] == starts
     assert [label["text"] for label in layout["annotations"]] == [stage[0] for stage in example_run.STAGES]

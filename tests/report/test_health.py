@@ -3,9 +3,9 @@
 import json
 import math
 
+import example_run
 import pytest
 
-import example_run
 from perilune.report.health import Level, findings, verdict
 from perilune.report.read import read_run
 
@@ -191,7 +191,11 @@ def test_the_worst_comes_first(tmp_path):
 def test_a_run_that_says_little_is_judged_on_what_it_says(tmp_path):
     few = example_run.metrics()[:3]
     run = read_run(example_run.write(tmp_path / "short", {"metrics.jsonl": few}))
-    assert {f.title for f in findings(run)} == {"Every loss is a number", "The experts' load is uneven", "No dead experts"}
+    assert {f.title for f in findings(run)} == {
+        "Every loss is a number",
+        "The experts' load is uneven",
+        "No dead experts",
+    }
     nothing = read_run(example_run.write(tmp_path / "new", {"run.json": example_run.config()}))
     assert findings(nothing) == []
     assert verdict([]) == "There is nothing to judge yet."

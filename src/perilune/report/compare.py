@@ -28,6 +28,7 @@ from perilune.report.variants import (
 FAINT = {"opacity": 0.3, "hoverinfo": "skip"}  # a single seed
 
 
+@np.errstate(over="ignore", invalid="ignore")  # numbers of a run that blew up
 def comparison(runs: Sequence[RunFiles]) -> str:
     """The page; DataError for fewer than two runs."""
     if len(runs) < 2:

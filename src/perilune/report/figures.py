@@ -309,8 +309,8 @@ def grad_norm(run: RunFiles) -> Chart | None:
     if run.steps is None:
         return None
     values = measures.known(run.steps.grad_norm)
-    wide = len(values) > 0 and values.min() > 0 and values.max() / values.min() > 30
-    yaxis = {"type": "log", "dtick": 1} if wide else {"rangemode": "tozero"}
+    wide = len(values) > 0 and 0 < 30 * float(values.min()) < float(values.max())
+    yaxis = {"type": "log", "nticks": 6} if wide else {"rangemode": "tozero"}
     return column(run, "grad_norm", "grad-norm", "Gradient norm", ".3g", yaxis, smooth=True)
 
 
@@ -447,10 +447,10 @@ def expert_load(run: RunFiles) -> Chart | None:
         heat = {
             "type": "heatmap", "z": cells, "zmin": 0, "zmax": 2, "colorscale": DIVERGING,
             "xgap": 0.5 if most <= 128 else 0, "ygap": 2 if len(cells) <= MOST_LABELS else 0,
-            "hovertemplate": "layer %{y}, expert %{x}<br>%{z:.2f} of the mean<extra></extra>",
+            "hovertemplate": "%{y}, expert %{x}<br>%{z:.2f} of the mean<extra></extra>",
             "colorbar": colourbar([0, 1, 2], ["no token", "the mean", "twice or more"]),
         }  # fmt: skip
-        names = [f"layer {plain(name, 8)}" for name in layers]
+        names = [words.layer(plain(name, 8)) for name in layers]
         return {
             "data": [heat],
             "layout": layout(
@@ -553,7 +553,7 @@ def half_life(run: RunFiles) -> Chart | None:
         if context:
             marks.append(level(context, f"longest trained context, {words.length(context)}"))
         few = len(snapshot.half_life) <= 8
-        names = [f"layer {plain(name, 8)}" if few else plain(name, 8) for name in snapshot.half_life]
+        names = [words.layer(plain(name, 8)) if few else plain(name, 8) for name in snapshot.half_life]
         every = -(-len(names) // MOST_LABELS)
         values = [*low, *high, *([floor] if floor else []), *([context] if context else [])]
         return {
@@ -597,7 +597,7 @@ def size_axis(values: Iterable[float]) -> dict[str, Any]:
     """Of root mean squares: logarithmic where they span more than an eye can."""
     known = [v for v in values if math.isfinite(v)]
     wide = len(known) > 0 and min(known) > 0 and max(known) > 30 * min(known)
-    return axis(title=titled("root mean square"), **({"type": "log", "dtick": 1} if wide else {"rangemode": "tozero"}))
+    return axis(title=titled("root mean square"), **({"type": "log", "nticks": 6} if wide else {"rangemode": "tozero"}))
 
 
 def activations(run: RunFiles) -> Chart | None:
@@ -647,7 +647,7 @@ def states(run: RunFiles) -> Chart | None:
             "marker": {"size": 9 if len(points) <= 200 else 4, "color": colour(0), "opacity": 0.65},
             "hovertemplate": "head %{customdata}: %{x:.3g}<extra></extra>",
         }  # fmt: skip
-        names = [f"layer {plain(name, 8)}" for name in snapshot.state_rms]
+        names = [words.layer(plain(name, 8)) for name in snapshot.state_rms]
         return {
             "data": [trace],
             "layout": layout(

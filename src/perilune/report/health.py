@@ -308,7 +308,7 @@ def memory(run: RunFiles) -> Finding | None:
         )
     first = {(layer, i): v for layer, rows in taken[0].half_life.items() for i, v in enumerate(rows)}
     frozen = [h for h, v in heads.items() if v[2] < 1.02 * v[0]]
-    unmoved = [h for h, v in heads.items() if len(taken) > 1 and h in first and abs(v[1] / first[h][1] - 1) < 1e-3]
+    unmoved = [h for h, v in heads.items() if len(taken) > 1 and h in first and abs(v[1] - first[h][1]) < 1e-3 * v[1]]
     if frozen or unmoved:
         text = (
             f"{len(frozen)} of {len(heads)} heads keep every token for the same time; their decay ignores the text."
@@ -336,10 +336,11 @@ def activation_growth(run: RunFiles) -> Finding | None:
     if len(reads) < 2:
         return None
     name, most = max(reads, key=lambda entry: entry[1])
-    growth = most / reads[0][1]
+    early = float(np.median([value for _, value in reads[: -(-len(reads) // 3)]]))
+    growth = most / early
     text = (
         f"What sublayers read grows {words.figure(growth)} times over depth, "
-        f"from {words.figure(reads[0][1])} to {words.figure(most)} at "
+        f"from {words.figure(early)} in the first third to {words.figure(most)} at "
         f"{words.sublayer(name)}."
     )
     if growth > 20:

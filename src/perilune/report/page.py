@@ -7,12 +7,15 @@ import base64
 import hashlib
 import html
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 from typing import Any
+
+import numpy as np
 
 from perilune.core.errors import BackendError, DataError
 from perilune.report import figures, health, measures, words
@@ -54,9 +57,17 @@ def escape(text: Any) -> str:
 
 
 def json_in_html(values: Any) -> str:
-    """JSON that no parser of HTML takes for markup."""
-    text = json.dumps(values, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    """JSON that no parser of HTML takes for markup; what is not finite is null."""
+    text = json.dumps(finite(values), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def finite(values: Any) -> Any:
+    if isinstance(values, dict):
+        return {key: finite(value) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [finite(value) for value in values]
+    return None if isinstance(values, float) and not math.isfinite(values) else values
 
 
 def chart_html(chart: Chart, wide: bool) -> str:
@@ -165,6 +176,7 @@ def write_page(path: Path, text: str) -> Path:
 # the report
 
 
+@np.errstate(over="ignore", invalid="ignore")  # numbers of a run that blew up
 def report(run: RunFiles) -> str:
     """The page of one run."""
     found = health.findings(run)

@@ -284,6 +284,19 @@ def _count(values: dict[str, Any], key: str) -> int | None:
     return None if value is None else int(value)
 
 
+def _share(values: dict[str, Any], key: str) -> float:
+    value = _number(values, key)
+    if value < 0 or value > 1:
+        raise ValueError(value)
+    return value
+
+
+def _at_least_one(value: Any) -> int:
+    if _real(value) < 1:
+        raise ValueError(value)
+    return int(value)
+
+
 def _numbers(values: Iterable[Any]) -> list[float]:
     return [math.nan if value is None else float(_real(value)) for value in values]
 
@@ -381,7 +394,7 @@ def _long_context(values: dict[str, Any]) -> LongContext:
         for name, lengths in _part(values, "tasks").items()
     }
     curves = {
-        int(_real(curve["context"])): [
+        _at_least_one(curve["context"]): [
             Bucket(int(_real(b["from"])), int(_real(b["to"])), _number(b, "nats"), int(_real(b.get("tokens", 0))))
             for b in curve["buckets"]
         ]
@@ -392,12 +405,12 @@ def _long_context(values: dict[str, Any]) -> LongContext:
 
 def _length(values: dict[str, Any]) -> Length:
     return Length(
-        length=int(_real(values["length"])),
-        chance=_number(values, "chance"),
-        asked=_count(values, "asked") or 0,
-        accuracy=_number(values, "accuracy"),
+        length=_at_least_one(values["length"]),
+        chance=_share(values, "chance"),
+        asked=max(0, _count(values, "asked") or 0),
+        accuracy=_share(values, "accuracy"),
         positions=[
-            Position(float(_real(p["from"])), float(_real(p["to"])), _count(p, "asked") or 0, _number(p, "accuracy"))
+            Position(float(_real(p["from"])), float(_real(p["to"])), _count(p, "asked") or 0, _share(p, "accuracy"))
             for p in values.get("positions") or []
         ],
     )

@@ -56,5 +56,10 @@ def listed(words: list[str]) -> str:
 
 def sublayer(name: str) -> str:
     """`0.feed_forward` is `0 feed-forward`."""
-    layer, dot, kind = name.partition(".")
+    layer, dot, kind = name.rpartition(".")
     return f"{layer} {kind.replace('_', '-')}" if dot else name.replace("_", "-")
+
+
+def layer(name: str) -> str:
+    """`0` is `layer 0`, `mtp.0` stays."""
+    return f"layer {name}" if name.isdecimal() else name
