@@ -170,7 +170,8 @@ class StreamedText:
         self._documents: list[np.ndarray] | None = None  # of the block; None before it is read
         self._packed: PackedText | None = None  # those of them that are long enough, if any are
         self._tokens = 0  # in `_packed`
-        self._sizes = self._cut = (1 << 62, 0)  # context and min_document: as asked for, and as `_packed` has them
+        self._sizes: tuple[int, ...] = (1 << 62, 0)  # context and min_document, as asked for
+        self._cut: tuple[int, ...] = self._sizes  # as the block is cut
         self._fruitless = _Fruitless()
 
     def resize(self, context: int, min_document: int = 0) -> None:
@@ -257,7 +258,7 @@ class StreamedText:
     def state_dict(self) -> dict[str, Any]:
         """The place in the stream, and what the stream is made of."""
         place = {"epoch": self.epoch, "block": self._block, "offset": self._offset, "place": self._start}
-        sizes = dict(zip(("context", "min_document"), self._cut if self._offset else self._sizes))
+        sizes = {"sizes": list(self._sizes), "cut": list(self._cut)}
         return {**place, **sizes, "checksum": _checksum(self._documents), **self._stream}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -267,7 +268,7 @@ class StreamedText:
                 raise DataError(f"{name}: expected {saved!r} as when saved, got {here!r}; resume with the same data")
         self.epoch, self._block, self._offset = int(state["epoch"]), int(state["block"]), int(state["offset"])
         self._start, self._documents, self._packed = state["place"], None, None
-        self._sizes = self._cut = int(state["context"]), int(state["min_document"])
+        self._sizes, self._cut = tuple(state["sizes"]), tuple(state["cut"])
         self._fruitless = _Fruitless()
         self._rows.go_to(self._start)
         if state["checksum"] is not None and _checksum(self._read_block()) != state["checksum"]:
