@@ -1,5 +1,6 @@
 import json
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -95,7 +96,7 @@ def test_without_a_stream_that_can_be_cut_a_batch_is_whole_samples() -> None:
 def test_a_sample_is_never_cut_and_nothing_is_joined() -> None:
     for batch in read(mixture({"a": 0.5, "task": 0.3, "other": 0.2}, tokens=50), 30):
         bounds = batch.cu_seqlens.tolist()
-        for start, stop in zip(bounds, bounds[1:]):
+        for start, stop in pairwise(bounds):
             piece = batch.input_ids[0, start:stop]
             assert len(piece.unique()) == 1  # one document or sample
             if piece[0] >= 3_000:

@@ -210,11 +210,11 @@ def test_samples_are_the_same_everywhere() -> None:
     there = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert json.loads(there.stdout) == here
     assert here == {
-        "needle": "8a413b1f9db48d4c",
-        "variables": "4496209b0ad4b134",
-        "aggregation": "f78ea2e7f1064e98",
-        "files": "2c848326053b7538",
-        "scattered": "25382267f59541b6",
+        "needle": "2240062f8a3f363d",
+        "variables": "5be68bef9f7f5cd8",
+        "aggregation": "9f05b343396d0c3e",
+        "files": "9717ec981b4eb2e7",
+        "scattered": "8c3eec47bfed9513",
     }
 
 
@@ -273,9 +273,24 @@ def test_training_samples_ask_again_and_again() -> None:
         drawn = task(name)
         sample = drawn.sample(2048, 0, 0)
         tokens = sum(question.stop + 1 - question.ask for question in sample.questions)
-        assert 0.45 < tokens / 2048 <= 0.5, name
+        assert 0.75 < tokens / 2048 <= 0.8, name
         rare = task(name, asked=0.0).sample(2048, 0, 0)
         assert len(rare.questions) == 1
+
+
+def test_training_samples_speak_of_one_thing_or_several() -> None:
+    """Any number of things up to a probe's; with one alone a value can be copied without knowing whose it is."""
+    for name in ("needle", "variables", "aggregation", "files"):
+        drawn = task(name)
+        groups = {len(drawn.probe(1024, 0, i).questions) for i in range(20)}
+        assert len(groups) == 1
+        lines = [len({span for q in drawn.sample(2048, 0, i).questions for span in q.evidence}) for i in range(60)]
+        assert len(set(lines)) >= min(5, groups.pop())
+    answers = [len({q.answer for q in task("needle").sample(2048, 0, i).questions}) for i in range(100)]
+    assert set(answers) == set(range(1, 9))
+
+
+def test_statements_stand_early() -> None:
     early = task("needle", stated=0.1).sample(4096, 0, 0)
     filler = len(early.ids) - sum(q.stop + 1 - q.ask for q in early.questions)
     assert max(span[1] for q in early.questions for span in q.evidence) < 0.1 * filler + 1500

@@ -6,10 +6,21 @@ A recipe is called and changed: `nano().replace(seed=1)`, or `perilune train nan
 from collections.abc import Callable
 
 from perilune.core.errors import ConfigError, nearest
-from perilune.recipes.nano import nano
+from perilune.recipes.long_context import recipes
+from perilune.recipes.nano import nano, nano_2k, nano_8k, nano_128, nano_512
 from perilune.train.config import Run
 
-RECIPES: dict[str, Callable[[], Run]] = {"nano": nano}
+RECIPES: dict[str, Callable[[], Run]] = {
+    "nano": nano,
+    "nano_128": nano_128,
+    "nano_512": nano_512,
+    "nano_2k": nano_2k,
+    "nano_8k": nano_8k,
+    **recipes("small", tokens=2.5e9, batch_tokens=131_072, lr=2e-3),
+    **recipes("1b", tokens=2e10, batch_tokens=524_288, lr=1e-3),
+    **recipes("10b", tokens=3e11, batch_tokens=4_194_304, lr=5e-4),
+    **recipes("k3", tokens=1.5e13, batch_tokens=67_108_864, lr=2e-4),
+}
 
 
 def get(name: str) -> Run:

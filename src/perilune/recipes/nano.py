@@ -1,17 +1,63 @@
-"""The nano model on Python's own library: minutes on two cores, every mechanism on."""
+"""The nano model on Python's own library: minutes on two cores, every mechanism on.
+
+Contexts of 128, 512, 2,048 and 8,192 tokens stand for 8K, 64K, 256K and 1M.  Each stage is a run of its own, to be
+begun where another one ended (`init=runs/nano_128`); `nano` is all four.
+"""
 
 from perilune.models.k3 import presets
+from perilune.recipes.ladder import ladder
 from perilune.train.config import DataConfig, OptimizerConfig, Run, Stage
 
 
 def nano() -> Run:
-    """1.2M tokens in two stages: many short pieces first, then contexts eight times as long."""
+    """1.5M tokens: the four stages one after the other."""
+    return ladder(nano_128(), nano_512(), nano_2k(), nano_8k())
+
+
+def nano_128() -> Run:
+    """Language, and to look up what was just said."""
+    return _run(
+        Stage(
+            name="128", context=128, batch_tokens=2048, tokens=650_000, lr=8e-3, lr_end=4e-3,
+            mix={"text": 0.6, "needle": 0.4},
+        )
+    )  # fmt: skip
+
+
+def nano_512() -> Run:
+    """Longer documents, and several together: records to be added up, statements between shuffled documents."""
+    return _run(
+        Stage(
+            name="512", context=512, batch_tokens=2048, tokens=350_000, lr=5e-3, lr_end=2e-3,
+            mix={"text": 0.65, "needle": 0.25, "aggregation": 0.05, "scattered": 0.05},
+        )
+    )  # fmt: skip
+
+
+def nano_2k() -> Run:
+    """Reasoning chains: variables set from variables, files that name files."""
+    return _run(
+        Stage(
+            name="2k", context=2048, batch_tokens=2048, tokens=350_000, lr=3e-3, lr_end=8e-4,
+            mix={"text": 0.7, "needle": 0.2, "variables": 0.05, "files": 0.05},
+        )
+    )  # fmt: skip
+
+
+def nano_8k() -> Run:
+    """Long text alone, and all tasks over its whole length."""
+    return _run(
+        Stage(
+            name="8k", context=8192, batch_tokens=8192, tokens=130_000, lr=1.5e-3, lr_end=1e-4, min_document=4096,
+            mix={"text": 0.7, "needle": 0.15, "variables": 0.05, "files": 0.05, "scattered": 0.05},
+        )
+    )  # fmt: skip
+
+
+def _run(stage: Stage) -> Run:
     return Run(
         model=presets.nano().replace(num_nextn_predict_layers=1),
+        stages=(stage,),
         data=DataConfig(vocab_size=2048),
-        stages=(
-            Stage(name="256", context=256, batch_tokens=2048, tokens=900_000, lr=8e-3, lr_end=3e-3),
-            Stage(name="2048", context=2048, batch_tokens=2048, tokens=300_000, lr=3e-3, lr_end=1e-4),
-        ),
-        optimizer=OptimizerConfig(momentum=0.85, adamw_lr=1.2e-2),
+        optimizer=OptimizerConfig(momentum=0.85, adamw_lr=1.5 * stage.lr),
     )

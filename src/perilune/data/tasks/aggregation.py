@@ -39,7 +39,7 @@ class Aggregation(Task):
         words: int = 64,
         **options: Any,
     ) -> None:
-        """things: how many there are records of.  words: how many things there can be, and how many holders.
+        """things: how many there are records of at most.  words: how many things there can be, and how many holders.
         options: see `Task`."""
         super().__init__(tokenizer, filler, **options)
         if not 1 <= things <= words // len(RECORDS):
@@ -68,7 +68,7 @@ class Aggregation(Task):
 
     def state(self, page: Page) -> list[list[Query]]:
         random = page.random
-        things = random.sample(self._thing, self.things)
+        things = random.sample(self._thing, page.number(self.things))
         numbers = [_numbers(random) for _ in things]
         holders = iter(random.sample(self._holder, sum(map(len, numbers))))
         records = [(next(holders), thing, number) for thing, of in zip(things, numbers) for number in of]

@@ -32,8 +32,8 @@ class Files(Task):
         words: int = 64,
         **options: Any,
     ) -> None:
-        """files, keys: how many of each.  words: how many values there are, and how many names of both others.
-        options: see `Task`."""
+        """files, keys: how many of each, of keys at most.  words: how many values there are, and how many names of
+        both others.  options: see `Task`."""
         super().__init__(tokenizer, filler, **options)
         if not (files >= 2 and keys >= 1 and files + keys <= words and files * keys <= words):
             raise ConfigError(
@@ -56,9 +56,10 @@ class Files(Task):
 
     def state(self, page: Page) -> list[list[Query]]:
         random = page.random
-        named = random.sample(self._named, self.files + self.keys)
+        number = page.number(self.keys)
+        named = random.sample(self._named, self.files + number)
         files, keys = named[: self.files], named[self.files :]
-        values = iter(random.sample(self._value, self.files * self.keys))
+        values = iter(random.sample(self._value, self.files * number))
         value = {(file, key): next(values) for file in files for key in keys}
         right = {key: random.choice(files) for key in keys}
         told = {key: random.choice([file for file in files if file is not right[key]]) for key in keys}

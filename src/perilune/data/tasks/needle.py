@@ -35,8 +35,8 @@ class Needle(Task):
         question: str = QUESTION,
         **options: Any,
     ) -> None:
-        """pairs: how many are stated.  words: how many keys there are, and how many values.  statement, question:
-        templates of a line; they may be the same, then a key's first line states.  options: see `Task`."""
+        """pairs: how many are stated at most.  words: how many keys there are, and how many values.  statement,
+        question: templates of a line; they may be the same, then a key's first line states.  options: see `Task`."""
         super().__init__(tokenizer, filler, **options)
         if not 1 <= pairs <= words:
             raise ConfigError(f"pairs: expected 1 to {words} (the number of words), got {pairs}; take more words")
@@ -50,8 +50,8 @@ class Needle(Task):
         self.least = 1 + pairs * (self._statement.longest + self._question.longest)
 
     def state(self, page: Page) -> list[list[Query]]:
-        keys = page.random.sample(self.keys, self.pairs)
-        values = page.random.sample(self.values, self.pairs)
+        pairs = page.number(self.pairs)
+        keys, values = page.random.sample(self.keys, pairs), page.random.sample(self.values, pairs)
         lines = page.state([self._statement(key, value) for key, value in zip(keys, values)])
         return [[Query(self._question(key, value), value, [line])] for key, value, line in zip(keys, values, lines)]
 

@@ -74,14 +74,20 @@ class Page:
     A line's depth is the share of the text that comes before it; lines of one depth stand in the order they came in.
     """
 
-    def __init__(self, length: int, random: Random, until: float, bend: float) -> None:
-        """until: the depth before which statements stand.  bend, 0 to 1: how strongly they are drawn to the start."""
+    def __init__(self, length: int, random: Random, until: float, bend: float, vary: bool) -> None:
+        """until: the depth before which statements stand.  bend, 0 to 1: how strongly they are drawn to the start.
+        vary: whether `number` does."""
         self.length, self.random = length, random
+        self._vary = vary
         self._until, self._bend = until, bend
         self._statements: list[Line] = []
         self._asked: list[tuple[float, Query]] = []
         self.free = length - 1
         """Tokens not yet taken by lines."""
+
+    def number(self, most: int) -> int:
+        """How many things of a kind the page speaks of: `most`, or, where it is to vary, any number up to that."""
+        return self.random.randint(1, most) if self._vary else most
 
     def state(self, lines: Sequence[list[int]]) -> list[Line]:
         """Puts statements there in this order, one at random in each of as many parts of the depths (equal ones, but

@@ -35,7 +35,7 @@ class Task(ABC):
         tokenizer: ByteBPE,
         filler: Sequence[np.ndarray],
         *,
-        asked: float = 0.5,
+        asked: float = 0.8,
         stated: float = 0.25,
         learn: str = "all",
     ) -> None:
@@ -47,7 +47,7 @@ class Task(ABC):
             raise ConfigError(f"learn: expected 'all' or 'answers', got {learn!r}; take one of them")
         for share, value in (("asked", asked), ("stated", stated)):
             if not 0 <= value <= 1:
-                raise ConfigError(f"{share}: expected a share from 0 to 1, got {value}; 0.5 is half")
+                raise ConfigError(f"{share}: expected a share from 0 to 1, got {value}; 0.8 is four fifths")
         if not any(map(len, filler)):
             raise DataError("filler: expected documents with tokens in them, got none; give some training text")
         self.tokenizer = tokenizer
@@ -57,15 +57,16 @@ class Task(ABC):
     def sample(self, length: int, seed: int, index: int) -> Sample:
         """Sample `index` of `seed`, to train on: exactly `length` tokens, the same everywhere and always.
 
-        It asks again and again: how often decides whether a small model learns the task at all.  Raises DataError if
-        `length` is below `least`.
+        It speaks of one thing or several, and asks again and again: both decide whether a small model learns the task
+        at all.  Raises DataError if `length` is below `least`.
         """
         page = self._page("sample", length, seed, index, self.stated)
         self._ask_often(page, self.state(page))
         return self._finish(page)
 
     def probe(self, length: int, seed: int, index: int) -> Sample:
-        """As `sample`, to judge by: statements are spread over all of the text and asked about at the end, once each.
+        """As `sample`, to judge by: as many statements as there can be, spread over all of the text and asked about at
+        the end, once each.
 
         No training sample shares the random numbers of a probe, whatever their seeds.
         """
@@ -95,7 +96,7 @@ class Task(ABC):
     def _page(self, kind: str, length: int, seed: int, index: int, until: float) -> Page:
         self.check(length)
         random = Random(f"{self.name} {kind} {length} {seed} {index}")  # by SHA-512 of the text: the same everywhere
-        return Page(length, random, until, self.bend)
+        return Page(length, random, until, self.bend, vary=kind == "sample")
 
     def _ask_often(self, page: Page, groups: list[list[Query]]) -> None:
         most = self.asked * page.length

@@ -32,8 +32,8 @@ class Variables(Task):
         words: int = 64,
         **options: Any,
     ) -> None:
-        """chains: how many, of `hops` variables each.  words: how many names there are, and how many values.
-        options: see `Task`."""
+        """chains: how many at most, of up to `hops` variables each.  words: how many names and how many values there
+        are.  options: see `Task`."""
         super().__init__(tokenizer, filler, **options)
         if not (chains >= 1 and hops >= 1 and chains * hops <= words):
             raise ConfigError(f"chains x hops: expected 1 to {words} variables, got {chains} x {hops}; take more words")
@@ -47,16 +47,17 @@ class Variables(Task):
         self.least = 1 + chains * (hops * self._statement.longest + self._question.longest)
 
     def state(self, page: Page) -> list[list[Query]]:
-        names = page.random.sample(self.names, self.chains * self.hops)
-        values = page.random.sample(self.values, self.chains)
-        order = list(range(self.chains)) * self.hops  # whose next variable each line sets
+        chains, hops = page.number(self.chains), page.number(self.hops)
+        names = page.random.sample(self.names, chains * hops)
+        values = page.random.sample(self.values, chains)
+        order = list(range(chains)) * hops  # whose next variable each line sets
         page.random.shuffle(order)
         held, lines = list(values), []
         for chain, name in zip(order, names):
             lines.append(self._statement(name, held[chain]))
             held[chain] = name
         groups: list[list[Query]] = [[] for _ in values]
-        read: list[tuple[Line, ...]] = [()] * self.chains
+        read: list[tuple[Line, ...]] = [()] * chains
         for chain, name, line in zip(order, names, page.state(lines)):
             read[chain] += (line,)
             groups[chain].append(Query(self._question(name, values[chain]), values[chain], read[chain]))
