@@ -554,7 +554,7 @@ def half_life(run: RunFiles) -> Chart | None:
             marks.append(level(context, f"longest trained context, {words.length(context)}"))
         few = len(snapshot.half_life) <= 8
         names = [words.layer(plain(name, 8)) if few else plain(name, 8) for name in snapshot.half_life]
-        every = -(-len(names) // MOST_LABELS)
+        every = -(-len(names) // (MOST_LABELS // 2))
         values = [*low, *high, *([floor] if floor else []), *([context] if context else [])]
         return {
             "data": [trace],

@@ -45,6 +45,9 @@ def axis(**more: Any) -> dict[str, Any]:
         "tickfont": {"color": LIGHT["soft"], "size": 12},
         "title": {"font": {"color": LIGHT["soft"], "size": 12}, "standoff": 8},
         "automargin": True,
+        "spikecolor": LIGHT["soft"],
+        "spikethickness": 1,
+        "spikedash": "dot",
     } | more
 
 
@@ -67,6 +70,7 @@ def layout(**more: Any) -> dict[str, Any]:
             "bgcolor": LIGHT["card"],
             "bordercolor": LIGHT["rule"],
             "font": {"color": LIGHT["ink"], "size": 12},
+            "namelength": -1,
         },
         "xaxis": axis(),
         "yaxis": axis(),
