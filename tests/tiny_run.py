@@ -24,7 +24,7 @@ STAGES = (
 OVERRIDES = [  # of the nano recipe: the same on a command line
     *(f"model.{key}={value}" for key, value in SMALL_MODEL.items()),
     *(f"model.linear_attn_config.{key}={list(v) if isinstance(v, tuple) else v}" for key, v in SMALL_ATTENTION.items()),
-    *(f"stages.{i}.{key}={json.dumps(value)}" for i, s in enumerate(STAGES) for key, value in s.to_dict().items()),
+    f"stages={json.dumps([stage.to_dict() for stage in STAGES])}",
     "data.vocab_size=300",
 ]
 
