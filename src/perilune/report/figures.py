@@ -278,8 +278,8 @@ def loss(run: RunFiles) -> Chart | None:
 def loss_axis(values: Column) -> dict[str, Any]:
     """Logarithmic, so that the long end gets the room; ticks at plain numbers."""
     least, most = float(values.min()), float(values.max())
-    if least <= 0.05:  # what the logarithm would stretch most is nothing
-        return {"rangemode": "tozero", "hoverformat": ".4f"}
+    if least <= 0.05 or most < 2 * least:  # the logarithm would stretch what is nothing, or change little
+        return {"hoverformat": ".4f"}
     ticks = [t for t in LOSS_TICKS if 0.9 * least <= t <= 1.1 * most]
     return {
         "type": "log",
