@@ -132,6 +132,7 @@ def test_what_is_held_out_is_never_trained_on(tmp_path: Path, bpe: ByteBPE) -> N
     held = [text for text in texts if is_held_out(text, 0.1)]
     corpus = opened(write(tmp_path / "a", [*texts, *held, *texts]))
     assert [document.text for document in corpus.held_out] == held
+    assert [int(document.name) for document in corpus.held_out] == [texts.index(text) + 1 for text in held]
     assert len(held) > 5
     assert not set(corpus.texts()) & set(held)
     trained = stream_of(corpus, bpe, context=1 << 20).read(15_000)
