@@ -324,7 +324,7 @@ def test_anything_else_is_refused(stopped, nano, capsys, changes, named):
         ("--resume nowhere", "nowhere: expected a run, found no run.json"),
         ("--resume texts.txt", "texts.txt: expected a run, found no run.json"),
         ("nano --resume nowhere", "nowhere: expected a run, found no run.json"),
-        ("--resume run/checkpoints/step-00000003", "expected a run, found no run.json"),
+        ("--resume run/checkpoints/step-7 --out x", "run/checkpoints/step-7: expected a whole checkpoint, but mani"),
         ("--resume run sead=1", "sead: unknown key 'sead'; do you mean 'seed'?"),
         ("nanoo --resume run", "there is none called 'nanoo'; do you mean 'nano'?"),
         ("nano --resume run", "run: expected the run's own configuration, got model.hidden_size=128 (there 32)"),
@@ -378,6 +378,21 @@ def test_a_branch_can_go_on_at_once(stopped, monkeypatch):
     assert checkpoints(Path("copy")) == ["step-00000003"]
     assert main(["train", "--resume", "copy"]) == 0
     assert len(lines(Path("copy"))) == 8
+
+
+def test_a_branch_from_an_older_checkpoint(stopped, whole, capsys):
+    """What saves a run whose newest checkpoint was made when it had begun to diverge."""
+    path = stopped / "checkpoints" / "step-00000002"
+    line = refused(capsys, "train", "--resume", path)
+    assert line == f"--resume: expected a run to go on in, got a checkpoint, {path}; add --out FOLDER"
+    assert main(["train", "--resume", str(path), "stages.0.lr=1e-3", "--out", "older"]) == 0
+    said = lines(Path("older"))
+    assert said[:2] == lines(whole)[:2]
+    assert said[2]["lr"] != lines(whole)[2]["lr"]
+    assert [line["step"] for line in said] == list(range(1, 9))
+    (path / "model.safetensors").unlink()
+    line = refused(capsys, "train", "--resume", path, "--out", "copy")
+    assert line == f"{path}: expected a whole checkpoint, but model.safetensors is missing; choose another"
 
 
 def test_what_a_branch_refuses(stopped, capsys):

@@ -57,7 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", type=Path, default=None, help="the run's folder (runs/RECIPE)")
     parser.add_argument("--overwrite", action="store_true", help="replace the run that is there")
-    parser.add_argument("--resume", type=Path, default=None, metavar="RUN", help="go on with the run in this folder")
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        default=None,
+        metavar="RUN",
+        help="go on with the run in this folder, or from a checkpoint",
+    )
     parser.add_argument("--device", type=device_name, default="auto", help="auto, cpu, cuda or cuda:1 (auto)")
     parser.add_argument("--tensorboard", action="store_true", help="write what metrics.jsonl gets for TensorBoard too")
     parser.add_argument("--print", action="store_true", dest="show", help="print the resolved recipe and stop")
@@ -94,10 +100,15 @@ def resolve(args: argparse.Namespace) -> "Run":
 
     if args.resume is not None and (args.recipe is None or "=" in args.recipe):
         changes = [args.recipe, *args.changes] if args.recipe else []
-        return read_run(args.resume).override(changes)
+        return read_run(run_of(args.resume)).override(changes)
     if args.recipe is None:
         raise ConfigError("the following arguments are required: recipe; see perilune train --help")
     return recipes.get(args.recipe).override(args.changes)
+
+
+def run_of(path: Path) -> Path:
+    """The run's folder, of which `path` may be a checkpoint."""
+    return path.parent.parent if path.parent.name == "checkpoints" else path
 
 
 def absolute(recipe: "Run") -> "Run":
@@ -145,6 +156,8 @@ def resume(args: argparse.Namespace, recipe: "Run", console: "Console") -> int:
     from perilune.train.loop import Trainer
 
     folder = args.resume
+    if run_of(folder) != folder:
+        raise ConfigError(f"--resume: expected a run to go on in, got a checkpoint, {folder}; add --out FOLDER")
     found = differences(recipe.to_dict(), read_run(folder).to_dict())
     if fixed := {key: pair for key, pair in found.items() if not MAY_DIFFER.fullmatch(key)}:
         raise ConfigError(
@@ -170,16 +183,16 @@ def resume(args: argparse.Namespace, recipe: "Run", console: "Console") -> int:
 
 
 def branch(args: argparse.Namespace, recipe: "Run", console: "Console") -> int:
-    """A run from another's newest checkpoint, that one's past copied, with other rates or as it was."""
-    from perilune.train.checkpoint import Checkpoints
+    """A run from a checkpoint of another, the newest or the one named, with other rates or as it was."""
+    from perilune.train.checkpoint import Checkpoints, check_whole
     from perilune.train.folder import check_folder, copy_past, start_folder
     from perilune.train.lock import check_unclaimed, claimed
     from perilune.train.loop import Trainer
 
-    source, folder = args.resume, args.out
+    source, folder = run_of(args.resume), args.out
     check_folder(folder, args.overwrite)
     check_unclaimed(folder)
-    checkpoint = Checkpoints(source).latest()
+    checkpoint = Checkpoints(source).latest() if source == args.resume else check_whole(args.resume)
     if checkpoint is None:
         raise CheckpointError(f"{source}: expected a checkpoint to go on from, found none; train a recipe instead")
     with console.status("reading the corpus"):

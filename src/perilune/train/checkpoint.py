@@ -101,6 +101,13 @@ class Checkpoints:
         )
 
 
+def check_whole(path: Path) -> Path:
+    """`path` itself; CheckpointError unless a whole checkpoint is there."""
+    if flaw := find_flaw(path):
+        raise CheckpointError(f"{path}: expected a whole checkpoint, but {flaw}; choose another")
+    return path
+
+
 def find_flaw(path: Path) -> str | None:
     """Why the checkpoint at `path` does not count; None if it is whole, to the last bit."""
     if path.name.endswith(".partial"):

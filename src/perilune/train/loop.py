@@ -93,7 +93,7 @@ class Trainer:
         self.device = torch.device(device)
         torch.manual_seed(run.seed)
         self.model = K3Model(run.model).to(self.device)  # first: what is wrong with it shows before the text is read
-        source = checkpoint or (state.starting_point(Path(run.init)) if run.init else None)
+        source = checkpoint or state.starting_point(run)
         self.feed = feed or Feed(run, ByteBPE.load(source) if source else None)
         options = run.optimizer
         self.optimizer = PerHeadMuon(

@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import perilune
-from perilune.core.errors import CheckpointError
+from perilune.core.errors import CheckpointError, ConfigError
 from perilune.models.k3 import K3Config
 from perilune.models.k3.convert import load_into, open_shard, read_config, write_shards
-from perilune.train.checkpoint import Checkpoints, find_flaw
+from perilune.train.checkpoint import Checkpoints, check_whole
 from perilune.train.config import Run
 from perilune.train.folder import differences, spell, write_json
 
@@ -80,14 +80,16 @@ def restore(trainer: "Trainer", folder: Path) -> None:
     trainer.feed.load_state_dict(values["feed"])
 
 
-def starting_point(folder: Path) -> Path:
-    """The model folder that a run starts from when its `init` is `folder`: a model, or a run's newest whole checkpoint,
-    or its final model.  Raises CheckpointError where there is none, or it is damaged."""
+def starting_point(run: Run) -> Path | None:
+    """The model folder that `run.init` means: a model or a checkpoint itself, of a run the newest whole checkpoint or
+    else the final model.  None without `init`.  Raises CheckpointError where there is none, or it is damaged."""
+    if run.init is None:
+        return None
+    if run.data.tokenizer is not None:
+        raise ConfigError("data.tokenizer: expected none beside init, which brings its own; leave one of them out")
+    folder = Path(run.init)
     if (folder / "config.json").exists():
-        flaw = find_flaw(folder) if (folder / TENSORS).exists() else None
-        if flaw:
-            raise CheckpointError(f"{folder}: expected a whole checkpoint, but {flaw}; start from another")
-        return folder
+        return check_whole(folder) if (folder / TENSORS).exists() else folder
     newest = Checkpoints(folder).latest()
     if newest is None and not (folder / "model" / "config.json").exists():
         raise CheckpointError(f"{folder}: expected a run or a model to start from, found neither; check init")
