@@ -17,6 +17,7 @@ VERBS = {  # verb: its one line of help; each is a module beside this one
     "eval": "held-out bits per byte of a trained model, and what it makes of long texts",
     "generate": "continue a prompt with a trained model",
     "chat": "write a text in turns with a trained model",
+    "ablate": "train a recipe and its variants over several seeds, side by side",
     "report": "one page that shows what a run's model learned",
     "compare": "one page that sets runs side by side, seeds averaged",
     "plan": "count a preset's parameters, part by part",
