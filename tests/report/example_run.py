@@ -172,9 +172,9 @@ def result(
             "loss_by_position": loss_by_position(rng, rise),
         },
         "samples": [
-            {"prompt": "def ", "text": "def read(self, size=-1):\n    if self._closed:\n        raise ValueError\n"},
-            {"prompt": "class ", "text": "class Reader:\n    def __init__(self, stream):\n        self.stream = 0\n"},
-            {"prompt": "import ", "text": "import os\nimport sys\nfrom collections import deque\n"},
+            {"prompt": "def ", "text": "read(self, size=-1):\n    if self._closed:\n        raise ValueError\n"},
+            {"prompt": "class ", "text": "Reader:\n    def __init__(self, stream):\n        self.stream = 0\n"},
+            {"prompt": "import ", "text": "os\nimport sys\nfrom collections import deque\n"},
         ],
     }  # fmt: skip
 

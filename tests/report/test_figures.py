@@ -9,7 +9,7 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 
-from perilune.report import compare, figures, measures, page
+from perilune.report import compare, draw, figures, measures, page
 from perilune.report.read import read_run
 from perilune.report.theme import COLOURS, LIGHT
 from perilune.report.variants import grouped
@@ -66,14 +66,14 @@ def test_curves_are_the_files_numbers(folder, run):
     loss = trace(figures.loss(run), "each step")
     assert loss["x"] == tokens
     assert loss["y"] == [line["losses"]["next_token"] for line in written]
-    for draw, key, name in (
+    for chart, key, name in (
         (figures.learning_rate, "lr", "Learning rate"),
         (figures.grad_norm, "grad_norm", "each step"),
         (figures.gini, "gini", "each step"),
         (figures.max_violation, "max_violation", "each step"),
         (figures.dead, "dead", "Experts without a token, share of all"),
     ):
-        assert trace(draw(run), name)["y"] == [line[key] for line in written]
+        assert trace(chart(run), name)["y"] == [line[key] for line in written]
     speeds = [example_run.BATCH / line["seconds"] for line in written]
     assert trace(figures.throughput(run), "each step")["y"] == pytest.approx(speeds)
 
@@ -141,11 +141,11 @@ def test_long_curves_keep_their_extremes():
     values = rng.normal(size=50_000)
     values[33_333], values[44_444] = 99.0, -99.0
     values[10_000:20_000] = np.nan
-    kept = figures.thinned(values)
-    assert len(kept) <= figures.MOST_POINTS + 2
+    kept = draw.thinned(values)
+    assert len(kept) <= draw.MOST_POINTS + 2
     assert {0, 33_333, 44_444, 49_999} <= set(kept)
     assert kept == sorted(set(kept))
-    assert figures.thinned(values[:100]) == list(range(100))
+    assert draw.thinned(values[:100]) == list(range(100))
 
 
 def test_smoothing_stays_within_its_part_and_keeps_gaps():
@@ -158,18 +158,18 @@ def test_smoothing_stays_within_its_part_and_keeps_gaps():
     assert np.nan_to_num(smooth[50:], nan=5.0).tolist() == [5.0] * 50
 
 
-@pytest.mark.parametrize("plot", [figures.PHONE, figures.DESKTOP])
+@pytest.mark.parametrize("plot", [draw.PHONE, draw.DESKTOP])
 def test_stage_names_do_not_cover_each_other(plot):
     rng = np.random.default_rng(1)
     for _ in range(50):
         places = np.sort(rng.random(6)).tolist()
         widths = rng.integers(20, 130, 6).tolist()
-        rows = figures.rows_apart(places, widths, plot)
+        rows = draw.rows_apart(places, widths, plot)
         spans = [(row, min(p * plot, plot - w), min(p * plot, plot - w) + w) for row, p, w in zip(rows, places, widths)]
         for i, (row, left, right) in enumerate(spans):
             for other, start, stop in spans[i + 1 :]:
                 assert row != other or stop <= left or right <= start
-    assert figures.rows_apart([0.0, 0.5], [50, 50], plot) == [0, 0]
+    assert draw.rows_apart([0.0, 0.5], [50, 50], plot) == [0, 0]
 
 
 def test_sources_stand_in_their_columns(run):
@@ -185,8 +185,8 @@ def test_sources_stand_in_their_columns(run):
 
 
 def test_text_from_files_is_shown_literally():
-    assert figures.plain("<b>a</b> & b") == "&lt;b&gt;a&lt;/b&gt; &amp; b"
-    assert figures.plain("x" * 99, 10) == "x" * 9 + "…"
+    assert draw.plain("<b>a</b> & b") == "&lt;b&gt;a&lt;/b&gt; &amp; b"
+    assert draw.plain("x" * 99, 10) == "x" * 9 + "…"
 
 
 def test_wilson_is_the_known_interval():

@@ -151,7 +151,7 @@ def test_only_the_pages_own_scripts_may_run(sick):
 @pytest.mark.usefixtures("light")
 def test_hostile_text_is_only_text(sick):
     page = page_of(sick)
-    assert page.text.count(example_run.HOSTILE) == 3  # prompt, sample, machine
+    assert page.text.count(example_run.HOSTILE) == 4  # prompt, sample, machine, a stage in a finding
     assert "</pre></main>" in page.text
     assert [tag for tag, _ in page.elements].count("main") == 1
     kinds = [attributes.get("type", "code") for attributes, _ in page.scripts]
@@ -160,6 +160,13 @@ def test_hostile_text_is_only_text(sick):
     for figure in page.figures():
         shown = re.sub("<extra>(input|output)?</extra>|<br>", "", json.dumps(figure))
         assert "<" not in shown  # plotly reads tags
+
+
+@pytest.mark.usefixtures("light")
+def test_samples_are_shown_as_they_are(tmp_path):
+    ending = example_run.result()
+    ending["samples"] = [{"prompt": "def ", "text": "def f():\n  return 1"}]
+    assert "def def f():\n  return 1" in page_of(example_run.write(tmp_path / "run", {"result.json": ending})).text
 
 
 def test_json_cannot_leave_its_script():

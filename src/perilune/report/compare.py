@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from perilune.core.errors import DataError
-from perilune.report import figures, health, measures, words
-from perilune.report.figures import Chart, Figure, Key, line, plain, short
+from perilune.report import draw, health, measures, words
+from perilune.report.draw import Chart, Figure, Key, line, plain, short
 from perilune.report.page import Section, document, escape, notice_html, section_html, tiles_html
 from perilune.report.read import Column, RunFiles, Snapshot, Steps
 from perilune.report.theme import DASHES, LIGHT, LINES, axis, colour, layout, titled
@@ -250,15 +250,15 @@ def over_tokens(
     def curve(run: RunFiles) -> tuple[list[Any], Column] | None:
         if run.steps is None or not len(measures.known(of(run.steps))):
             return None
-        kept = figures.evenly(len(run.steps))
+        kept = draw.evenly(len(run.steps))
         return run.steps.tokens[kept].tolist(), measures.smoothed(of(run.steps), run.steps.parts)[kept]
 
     steps, traces = longest(variants), curves(variants, curve)
     if steps is None or not traces:
         return None
     stages = same_stages(variants)
-    figure = figures.over_time(steps, traces, names=stages, borders=stages, yaxis=yaxis, **more)
-    return figures.single(id, title, figure, keys_of(variants), wide=True)
+    figure = draw.over_time(steps, traces, names=stages, borders=stages, yaxis=yaxis, **more)
+    return draw.single(id, title, figure, keys_of(variants), wide=True)
 
 
 def dots(variants: list[Variant], measure: Measure) -> Chart | None:
@@ -288,11 +288,11 @@ def dots(variants: list[Variant], measure: Measure) -> Chart | None:
         "layout": layout(
             height=76 + 34 * len(found), hovermode="closest", shapes=means,
             xaxis=axis(range=[min(values) - room, max(values) + room], nticks=6, tickformat=measure.ticks),
-            yaxis=figures.depth_axis([plain(v.name, 22) for _, v, _ in found]),
+            yaxis=draw.depth_axis([plain(v.name, 22) for _, v, _ in found]),
         ),
     }  # fmt: skip
     title = f"{capital(measure.name)}; {better(measure)}"
-    return figures.single(f"dots-{MEASURES.index(measure)}", title, figure)
+    return draw.single(f"dots-{MEASURES.index(measure)}", title, figure)
 
 
 def loss(variants: list[Variant]) -> Chart | None:
@@ -300,13 +300,13 @@ def loss(variants: list[Variant]) -> Chart | None:
     together = np.concatenate(values) if values else np.array([])
     if not len(together):
         return None
-    yaxis = figures.loss_axis(together)
+    yaxis = draw.loss_axis(together)
     title = "Training loss, nats a token, smoothed"
     return over_tokens(variants, "loss", title, lambda s: s.next_token, yaxis, height=380)
 
 
 def gini(variants: list[Variant]) -> Chart | None:
-    shape, label = figures.level(0.1, "0.1")
+    shape, label = draw.level(0.1, "0.1")
     yaxis = {"rangemode": "tozero", "hoverformat": ".3f"}
     title, marks = "Gini of the experts' load, worst layer", {"shapes": [shape], "annotations": [label]}
     return over_tokens(variants, "gini", title, lambda s: s.gini, yaxis, **marks)
@@ -323,7 +323,7 @@ def bits_by_stage(variants: list[Variant]) -> Chart | None:
         "layout": layout(xaxis=axis(type="category", showgrid=False), yaxis=axis(hoverformat=".4f")),
     }
     title = "Bits per byte at each stage's end, on a fixed part of the held-out text"
-    return figures.single("bits-stages", title, figure, keys_of(variants), wide=True) if traces else None
+    return draw.single("bits-stages", title, figure, keys_of(variants), wide=True) if traces else None
 
 
 def tasks(variants: list[Variant]) -> Chart | None:
@@ -355,7 +355,7 @@ def accuracy(variants: list[Variant], task: str) -> Figure:
         "data": traces,
         "layout": layout(
             height=320, margin={"l": 8, "r": 10, "t": 28, "b": 8}, shapes=shapes, annotations=labels,
-            xaxis=figures.length_axis(e.length for e in entries),
+            xaxis=draw.length_axis(e.length for e in entries),
             yaxis=axis(tickformat=".0%", range=[-0.03, 1.05], hoverformat=".1%"),
         ),
     }  # fmt: skip
@@ -367,7 +367,7 @@ def trained_mark(runs: list[RunFiles]) -> tuple[list[dict[str, Any]], list[dict[
     length = lengths.pop() if len(lengths) == 1 else None
     if not length:
         return [], []
-    shape, label = figures.upright(length, "trained up to here")
+    shape, label = draw.upright(length, "trained up to here")
     return [shape], [label]
 
 
@@ -381,7 +381,7 @@ def position(variants: list[Variant]) -> Chart | None:
 
     def curve(run: RunFiles) -> tuple[list[Any], Column] | None:
         buckets = measures.position_curves(run).get(context, [])
-        return [figures.place(b) for b in buckets], np.array([b.nats for b in buckets])
+        return [draw.place(b) for b in buckets], np.array([b.nats for b in buckets])
 
     traces = curves(variants, curve, marks=True)
     if not traces:
@@ -391,11 +391,11 @@ def position(variants: list[Variant]) -> Chart | None:
         "data": traces,
         "layout": layout(
             height=320, margin={"l": 8, "r": 10, "t": 28, "b": 8}, shapes=shapes, annotations=labels,
-            xaxis=figures.position_axis(1, context), yaxis=axis(hoverformat=".3f"),
+            xaxis=draw.position_axis(1, context), yaxis=axis(hoverformat=".3f"),
         ),
     }  # fmt: skip
     title = f"Loss by position in texts of {words.length(context)} tokens, nats a token"
-    return figures.single("position", title, figure, keys_of(variants), wide=True)
+    return draw.single("position", title, figure, keys_of(variants), wide=True)
 
 
 def last(run: RunFiles, has: Callable[[Snapshot], Any]) -> Snapshot | None:
@@ -427,11 +427,11 @@ def over_depth(
     figure = {
         "data": traces,
         "layout": layout(
-            height=figures.depth_height(len(names), 60), hovermode="closest", xaxis=xaxis,
-            yaxis=figures.depth_axis([words.sublayer(plain(name, 24)) for name in names]),
+            height=draw.depth_height(len(names), 60), hovermode="closest", xaxis=xaxis,
+            yaxis=draw.depth_axis([words.sublayer(plain(name, 24)) for name in names]),
         ),
     }  # fmt: skip
-    return figures.single(id, title, figure, keys_of(variants))
+    return draw.single(id, title, figure, keys_of(variants))
 
 
 def activations(variants: list[Variant]) -> Chart | None:
@@ -439,7 +439,7 @@ def activations(variants: list[Variant]) -> Chart | None:
         snapshot = last(run, lambda s: s.activation_rms)
         return [(name, value) for name, value, _ in snapshot.activation_rms] if snapshot else []
 
-    xaxis = figures.size_axis(value for v in variants for run in v.runs for _, value in inputs(run))
+    xaxis = draw.size_axis(value for v in variants for run in v.runs for _, value in inputs(run))
     return over_depth(variants, "activations", "Size of what each sublayer reads", inputs, xaxis)
 
 
@@ -469,10 +469,10 @@ def half_life(variants: list[Variant]) -> Chart | None:
         "data": traces,
         "layout": layout(
             xaxis=axis(
-                type="log", title=titled("tokens"), tickmode="array", **figures.decades(min(values), max(values))
+                type="log", title=titled("tokens"), tickmode="array", **draw.decades(min(values), max(values))
             ),
             yaxis=axis(tickformat=".0%", range=[0, 1.02]),
         ),
     }  # fmt: skip
     title = "Share of KDA heads whose half-life is shorter"
-    return figures.single("half-life", title, figure, keys_of(variants), wide=True)
+    return draw.single("half-life", title, figure, keys_of(variants), wide=True)

@@ -19,7 +19,7 @@ import numpy as np
 
 from perilune.core.errors import BackendError, DataError
 from perilune.report import figures, health, measures, words
-from perilune.report.figures import Chart
+from perilune.report.draw import Chart
 from perilune.report.health import Finding
 from perilune.report.read import RunFiles
 from perilune.report.theme import COLOURS, css
@@ -353,8 +353,7 @@ def sections_of(run: RunFiles) -> list[Section]:
 def samples_html(run: RunFiles) -> str:
     samples = run.result.samples if run.result else []
     cards = "".join(
-        f'<div class="card"><pre><b>{escape(prompt)}</b>{escape(text.removeprefix(prompt))}</pre></div>'
-        for prompt, text in samples
+        f'<div class="card"><pre><b>{escape(prompt)}</b>{escape(text)}</pre></div>' for prompt, text in samples
     )
     body = f'<div class="samples">{cards}</div>' if cards else f'<p class="empty">{escape(NO_RESULT)}</p>'
     return (
