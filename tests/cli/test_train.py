@@ -1,6 +1,7 @@
 """Runs that stop, go on, branch off and fail, from the command line.  What judges a model in the end is left out."""
 
 import errno
+import io
 import json
 import logging
 import os
@@ -9,12 +10,14 @@ import shlex
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors import SafetensorError
 
-from perilune.cli import result
+from perilune.cli import progress, result
 from perilune.cli import train as verb
 from perilune.cli.interrupt import Interrupt
 from perilune.cli.main import main
@@ -23,6 +26,7 @@ from perilune.core.errors import ConfigError
 from perilune.data.tokenizer import ByteBPE
 from perilune.models.k3 import convert
 from perilune.train import loop
+from perilune.train.config import Stage
 from perilune.train.folder import LOCK, read_run, write_json
 from perilune.train.loop import Trainer
 from perilune.train.metrics import Metrics
@@ -582,6 +586,34 @@ def test_what_a_run_cannot_start_from(whole, nano, capsys):
     assert "init: expected the model of " in line
     assert "got v_head_dim=8 (there 6), attn_res_block_size=None (there 2); give both the same configuration" in line
     assert not Path("runs").exists()
+
+
+# what is shown
+
+
+def test_the_time_left_is_judged_by_the_steps_since_the_start(monkeypatch):
+    """A run of 100 steps goes on after 60 of them; each takes two seconds."""
+    now = [1000.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    console = Console(file=io.StringIO(), width=200)
+    stage = Stage(name="long", context=8, batch_tokens=64, tokens=6400, lr=1e-3, lr_end=0.0)
+    with progress.watching(console, SimpleNamespace(steps=100, steps_done=60)) as watch:
+        for step in range(61, 101):
+            now[0] += 2
+            watch(SimpleNamespace(
+                stage=stage, stage_number=2, stages=3, step=step, steps=100, losses={"next_token": 2.5}, seconds=2.0,
+            ))  # fmt: skip
+    shown = console.file.getvalue().splitlines()
+    assert shown[0] == "step 68/100  stage 2/3 long  loss 2.500  32 tokens/s  1.1 min left"  # 32 steps
+    assert [line.split()[1] for line in shown] == ["68/100", "76/100", "84/100", "92/100", "100/100"]
+    assert shown[-1].endswith("0.0 min left")
+
+
+def test_a_bar_begins_where_the_run_goes_on():
+    console = Console(file=io.StringIO(), width=120, force_terminal=True)
+    with progress.watching(console, SimpleNamespace(steps=100, steps_done=60)):
+        pass
+    assert "60/100" in console.file.getvalue()
 
 
 # devices, and TensorBoard

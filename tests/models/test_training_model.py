@@ -13,6 +13,7 @@ from perilune.models.k3.model import shifted
 from perilune.nn.balancer import Balancer
 from perilune.optim import PerHeadMuon
 from perilune.train.config import DataConfig, OptimizerConfig, Run, Stage
+from perilune.train.feed import Feed
 from perilune.train.loop import Trainer
 from tiny_k3 import assert_close, config, ids, model
 
@@ -472,10 +473,10 @@ def test_a_training_step_clips_logits_and_forgets_them():
         data=DataConfig(vocab_size=300),
         optimizer=OptimizerConfig(qk_clip=0.05, qk_clip_every=2, weight_decay=0.0),
     )
-    trainer = Trainer(run, corpus)
+    trainer = Trainer(run, Feed(run, corpora={"text": corpus}))
     attention = next(iter(trainer.attentions.values()))
     before = attention.q_weight.detach().clone()
-    batch = trainer.batches.next()
+    batch = trainer.feed.next()
     trainer.step(batch)
     assert attention.max_logits is None
     once = attention.q_weight.detach().clone()

@@ -17,6 +17,7 @@ from perilune.data.corpus import Corpus, Document
 from perilune.data.tokenizer import ByteBPE
 from perilune.models.k3 import K3Model
 from perilune.models.k3.config import BalanceConfig
+from perilune.train import state
 from perilune.train.checkpoint import Checkpoints
 from perilune.train.config import OptimizerConfig, Stage
 from perilune.train.feed import Feed
@@ -197,6 +198,33 @@ def test_documents_are_cut_and_shuffled_alike_through_three_epochs():
             assert torch.equal(got.input_ids, batch.input_ids)
             assert torch.equal(got.labels, batch.labels)
             assert torch.equal(got.cu_seqlens, batch.cu_seqlens)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_run_on_a_gpu_goes_on(tmp_path):
+    """Model, optimizer, balancers and random state come back to the GPU with every bit; the losses follow the CPU's."""
+    torch.use_deterministic_algorithms(False)
+    made = short()
+    (tmp_path / "cpu").mkdir()
+    on_cpu = train(tmp_path / "cpu", made)
+    with Metrics(tmp_path / "metrics.jsonl") as metrics:
+        on_gpu = trainer(made, device="cuda")
+        on_gpu.train(metrics, checkpoints=Keeping(tmp_path), stop=lambda: on_gpu.steps_done == 2)
+    assert {p.device.type for p in on_gpu.model.parameters()} == {"cuda"}
+    taken_up = trainer(made, device="cuda", checkpoint=checkpoint_at(tmp_path, 2))
+    for name, tensor in state._tensors(on_gpu):
+        again = dict(state._tensors(taken_up))[name]
+        assert again.device == tensor.device
+        assert torch.equal(again, tensor), name
+    for name, tensor in on_gpu.model.state_dict().items():
+        assert torch.equal(taken_up.model.state_dict()[name], tensor), name
+    with Metrics(tmp_path / "metrics.jsonl", after=2) as metrics:
+        taken_up.train(metrics)
+    on_both = zip(lines(tmp_path / "metrics.jsonl"), lines(tmp_path / "cpu" / "metrics.jsonl"))
+    for got, expected in on_both:
+        assert got["losses"]["next_token"] == pytest.approx(expected["losses"]["next_token"], rel=1e-2)
+    assert (taken_up.steps_done, on_cpu.steps_done) == (9, 9)
 
 
 # killed, and gone on with from the command line
