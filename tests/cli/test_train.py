@@ -344,6 +344,12 @@ def test_a_wrong_call_changes_nothing(stopped, capsys, words, expected):
     assert files(Path()) == before
 
 
+def test_a_checkpoint_is_a_model_to_talk_to(stopped, capsys):
+    path = str(stopped / "checkpoints" / "step-00000003")
+    assert main(["generate", path, "--prompt", "def ", "--tokens", "4"]) == 0
+    assert capsys.readouterr().out.startswith("def ")
+
+
 def test_the_configuration_that_goes_on_is_printed(stopped, capsys):
     assert main(["train", "--resume", "run", "--print"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads((stopped / "run.json").read_text())
