@@ -381,7 +381,11 @@ def test_a_branch_without_changes_is_the_run_itself(stopped, whole):
 
 
 def test_a_branch_can_go_on_at_once(stopped, monkeypatch):
-    """It is whole before its first step."""
+    """It is a run from its first moment, and no run before that."""
+    with monkeypatch.context() as patch:
+        patch.setattr("perilune.train.folder.copy_past", raising(KeyboardInterrupt()))
+        assert main(["train", "--resume", "run", "--out", "early"]) == 130
+    assert not Path("early/run.json").exists()
     with monkeypatch.context() as patch:
         at_step(patch, 4, asks(signal.SIGINT, signal.SIGINT))
         assert main(["train", "--resume", "run", "stages.0.lr=1e-3", "--out", "copy"]) == 130
@@ -409,6 +413,9 @@ def test_what_a_branch_refuses(stopped, capsys):
     line = refused(capsys, "train", "--resume", "run", "seed=1", "--out", "copy")
     assert "expected a checkpoint of this run, got one with seed=1 (there 0); only rates and" in line
     assert not Path("copy").exists()
+    for place in ("run/checkpoints/step-00000002", "run/checkpoints/step-00000003"):
+        line = refused(capsys, "train", "--resume", place, "--out", "./run", "--overwrite")
+        assert line == "--out: expected a folder for the copy, got the run's own, run; choose another"
     Path("other").mkdir()
     Path("other/thesis.tex").write_text("kept")
     assert "found files that are no run" in refused(capsys, "train", "--resume", "run", "--out", "other")
@@ -485,7 +492,7 @@ def test_a_disk_that_fills_up_while_a_checkpoint_is_written(nano, whole, capsys,
         patch.setattr(convert, "save_file", third)
         line = refused(capsys, *nano, "--out", "run")
     assert "run/checkpoints: expected to write the checkpoint of step 5, got I/O error: No space left on device" in line
-    assert line.endswith("GB free); step-00000004 is whole; make room there, then: perilune train --resume run")
+    assert line.endswith("GB free, step-00000004 is whole); make room, then: perilune train --resume run")
     assert checkpoints(Path("run")) == ["step-00000002", "step-00000004"]
     assert main(["train", "--resume", "run"]) == 0
     assert is_whole(Path("run"), whole)

@@ -178,7 +178,7 @@ def test_a_full_disk_leaves_the_last_one(two, tmp_path, monkeypatch, place):
         two.save(15, full if place == "write" else contents("15"))
     text = str(error.value)
     assert "expected to write the checkpoint of step 15, got No space left on device (" in text
-    assert text.endswith(" GB free); step-00000010 is whole")
+    assert text.endswith(" GB free, step-00000010 is whole); make room")
     monkeypatch.undo()
     assert names(two) == ["step-00000005", "step-00000010"]
     assert two.latest() == two.folder / "step-00000010"
@@ -190,7 +190,7 @@ def test_a_full_disk_before_the_first(tmp_path):
     def full(folder):
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-    with pytest.raises(CheckpointError, match=r"got I/O error: .* GB free\); there is no older one$"):
+    with pytest.raises(CheckpointError, match=r"got I/O error: .* GB free, there is no older one\); make room$"):
         Checkpoints(tmp_path).save(1, full)
     assert Checkpoints(tmp_path).latest() is None
 

@@ -42,7 +42,18 @@ def balanced(kind, **options):
     return short(model={"balance": BalanceConfig(kind=kind, options=options)})
 
 
+# A source and tasks in other shares in every stage; the second reads long documents alone, the third no text.
+MIXED = (
+    Stage(name="a", context=256, batch_tokens=768, tokens=2304, lr=2e-2, lr_end=4e-3, mix={"text": 0.5, "needle": 0.5}),
+    Stage(
+        name="b", context=512, batch_tokens=1024, tokens=4096, lr=8e-3, lr_end=1e-3, min_document=200,
+        mix={"text": 0.6, "needle": 0.2, "variables": 0.2},
+    ),
+    Stage(name="c", context=384, batch_tokens=768, tokens=1536, lr=4e-3, lr_end=1e-3, mix={"variables": 1.0}),
+)  # fmt: skip
+
 RUNS = {
+    "mixed": short(stages=MIXED),
     "quantile, pooled": short(),
     "quantile, smoothed": balanced("quantile", decay=None, ema=0.8),
     "quantile, exact": balanced("quantile", bins=None, decay=None),
@@ -250,7 +261,13 @@ def words_of(texts):
     stages = [f"stages.{i}.{key}={value}" for i, size in enumerate((40, 70)) for key, value in {
         "batch_tokens": 48, "tokens": 48 * size, "context": (16, 48)[i],
     }.items()]  # fmt: skip
-    sizes = ["checkpoint_every=2", "load_window=20", "optimizer.qk_clip=0.5", "optimizer.qk_clip_every=4"]
+    sizes = [
+        "model.num_nextn_predict_layers=0",
+        "checkpoint_every=2",
+        "load_window=20",
+        "optimizer.qk_clip=0.5",
+        "optimizer.qk_clip_every=4",
+    ]
     return ["nano", f"data.sources.text.path={texts}", *OVERRIDES, *stages, *sizes]
 
 

@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     if args.resume is None:
         return begin(args, recipe, console)
-    if args.out is None or args.out == args.resume:
+    if args.out is None or args.out.resolve() == args.resume.resolve():
         return resume(args, recipe, console)
     return branch(args, recipe, console)
 
@@ -185,11 +185,13 @@ def resume(args: argparse.Namespace, recipe: "Run", console: "Console") -> int:
 def branch(args: argparse.Namespace, recipe: "Run", console: "Console") -> int:
     """A run from a checkpoint of another, the newest or the one named, with other rates or as it was."""
     from perilune.train.checkpoint import Checkpoints, check_whole
-    from perilune.train.folder import check_folder, copy_past, start_folder
+    from perilune.train.folder import check_folder, clear_folder, copy_past, keep_tokenizer, write_json
     from perilune.train.lock import check_unclaimed, claimed
     from perilune.train.loop import Trainer
 
     source, folder = run_of(args.resume), args.out
+    if folder.resolve() == source.resolve():
+        raise ConfigError(f"--out: expected a folder for the copy, got the run's own, {folder}; choose another")
     check_folder(folder, args.overwrite)
     check_unclaimed(folder)
     checkpoint = Checkpoints(source).latest() if source == args.resume else check_whole(args.resume)
@@ -198,12 +200,14 @@ def branch(args: argparse.Namespace, recipe: "Run", console: "Console") -> int:
     with console.status("reading the corpus"):
         trainer = Trainer(recipe, device=find_device(args.device), checkpoint=checkpoint)
     with claimed(folder):
-        start_folder(folder, recipe, args.overwrite)
+        clear_folder(folder, args.overwrite)
         copy_past(source, folder)
+        keep_tokenizer(folder, trainer.feed.tokenizer)
+        checkpoints = Checkpoints(folder)
+        trainer.checkpoint(checkpoints)
+        write_json(folder / "run.json", recipe.to_dict())  # from now on it can be gone on with
         console.print(f"going on after step {trainer.steps_done:,} of {trainer.steps:,}", soft_wrap=True)
-        session = Session(folder, trainer, Checkpoints(folder), console, args.tensorboard)
-        trainer.checkpoint(session.checkpoints)
-        return train(session)
+        return train(Session(folder, trainer, checkpoints, console, args.tensorboard))
 
 
 def find_device(name: str) -> str:
@@ -316,7 +320,7 @@ def explained(session: Session) -> Iterator[None]:
     except Diverged as error:
         raise Diverged(f"{error}: {lower_rate(session)}") from error
     except CheckpointError as error:
-        raise CheckpointError(f"{error}; make room there, then: {way_on(session)}") from error
+        raise CheckpointError(f"{error}, then: {way_on(session)}") from error
     except OSError as error:
         what = f"{error.filename or session.folder}: {error.strerror or error}"
         raise DataError(f"{what} ({free_space(session.folder)}); mend that, then: {way_on(session)}") from error

@@ -97,7 +97,7 @@ class Checkpoints:
         rest = f"{self.last.name} is whole" if self.last else "there is no older one"
         return (
             f"{self.folder}: expected to write the checkpoint of step {step}, got {reason} "
-            f"({free_space(self.folder)}); {rest}"
+            f"({free_space(self.folder)}, {rest}); make room"
         )
 
 

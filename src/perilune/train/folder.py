@@ -54,6 +54,12 @@ def start_folder(folder: Path, run: Run, overwrite: bool = False) -> None:
 
     Nothing else in the folder is touched.  Raises DataError as `check_folder` does.
     """
+    clear_folder(folder, overwrite)
+    write_json(folder / "run.json", run.to_dict())
+
+
+def clear_folder(folder: Path, overwrite: bool = False) -> None:
+    """As `start_folder`, but for the configuration: what makes it a run that can be gone on with."""
     check_folder(folder, overwrite)
     folder.mkdir(parents=True, exist_ok=True)
     for name in FOLDERS_MADE_BY_A_RUN:  # first: checkpoints must not be taken for those of the new configuration
@@ -61,7 +67,6 @@ def start_folder(folder: Path, run: Run, overwrite: bool = False) -> None:
             shutil.rmtree(folder / name)
     for name in MADE_BY_A_RUN:
         (folder / name).unlink(missing_ok=True)
-    write_json(folder / "run.json", run.to_dict())
 
 
 def keep_tokenizer(folder: Path, tokenizer: "ByteBPE") -> None:

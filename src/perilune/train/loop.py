@@ -112,10 +112,10 @@ class Trainer:
         self.tokens_done = 0
         if checkpoint is not None:
             state.restore(self, checkpoint)
-            return
-        self.feed.begin(self.stage)
-        if source is not None:
-            state.start_from(self, source)
+        else:
+            self.feed.begin(self.stage)
+            if source is not None:
+                state.start_from(self, source)
 
     @property
     def steps(self) -> int:
