@@ -69,17 +69,19 @@ class Mixture:
         """How many tokens each stream gives to the next batch."""
         due = sum(self._given.values()) + self.tokens
         owed = {name: share * due - self._given[name] for name, share in self._shares.items()}
-        cut = [name for name in owed if not self.streams[name].whole]
-        whole = [name for name in owed if self.streams[name].whole]
-        plan = dict.fromkeys(owed, 0)
-        for _ in range(self.tokens // self.context if whole else 0):
-            name = max(whole, key=owed.__getitem__)
-            if cut and owed[name] < self.context / 2:
+        cut = [name for name in owed if self.streams[name].size() is None]
+        plan, samples, room = dict.fromkeys(owed, 0), dict.fromkeys(owed, 0), self.tokens
+        while True:
+            sizes = {name: self.streams[name].size(samples[name]) for name in owed if name not in cut}
+            fitting = {name: size for name, size in sizes.items() if size is not None and size <= room}
+            name = max(fitting, key=owed.__getitem__, default="")
+            if not fitting or (cut and owed[name] < fitting[name] / 2):
                 break
-            plan[name] += self.context
-            owed[name] -= self.context
+            plan[name] += fitting[name]
+            owed[name] -= fitting[name]
+            room -= fitting[name]
+            samples[name] += 1
         if cut:
-            room = self.tokens - sum(plan.values())
             plan |= dict(zip(cut, _split(room, [max(owed[name], 0.0) for name in cut])))
         return plan
 

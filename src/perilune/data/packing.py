@@ -43,8 +43,6 @@ class PackedText:
     Raises DataError without tokens.
     """
 
-    whole = False
-
     def __init__(self, documents: Sequence[np.ndarray], seed: int = 0) -> None:
         self._ids, self._starts = _flatten(documents)
         self._labels = np.append(self._ids[1:], IGNORE)  # the next token of the same document
@@ -53,6 +51,9 @@ class PackedText:
         self.epoch, self._offset = 0, 0
         self._min_document = 0
         self.resize(int(np.diff(self._starts).max()))
+
+    def size(self, ahead: int = 0) -> None:
+        """See `Stream`."""
 
     def resize(self, context: int, min_document: int = 0) -> None:
         """See `Stream`.  Raises DataError if no document has `min_document` tokens."""

@@ -25,14 +25,16 @@ class Stream(Protocol):
     a stop would have given, bit for bit.
     """
 
-    whole: bool
-    """True: samples of exactly `context` tokens that are never cut.  False: any number of tokens at a time."""
+    def size(self, ahead: int = 0) -> int | None:
+        """Tokens of the sample after the next `ahead` ones, for streams of samples that are never cut; None for a stream
+        that gives any number of tokens at a time."""
+        ...
 
     def resize(self, context: int, min_document: int = 0) -> None:
-        """From now on pieces of `context` tokens, from documents of at least `min_document` tokens."""
+        """From now on pieces or samples of up to `context` tokens, from documents of at least `min_document` tokens."""
 
     def read(self, tokens: int) -> Segment:
-        """Exactly the next `tokens`; where samples are whole, a multiple of `context`."""
+        """Exactly the next `tokens`; where samples are never cut, those of the next few."""
         ...
 
     def skip(self, tokens: int) -> None:

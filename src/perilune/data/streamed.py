@@ -160,8 +160,6 @@ class StreamedText:
     Another `context` or `min_document` begins with the next block, unless nothing of this one was read.
     """
 
-    whole = False
-
     def __init__(self, corpus: StreamedCorpus, tokenizer: "ByteBPE", seed: int) -> None:
         self._corpus, self._tokenizer, self.seed = corpus, tokenizer, seed
         self._rows = corpus.rows()
@@ -173,6 +171,9 @@ class StreamedText:
         self._sizes: tuple[int, ...] = (1 << 62, 0)  # context and min_document, as asked for
         self._cut: tuple[int, ...] = self._sizes  # as the block is cut
         self._fruitless = _Fruitless()
+
+    def size(self, ahead: int = 0) -> None:
+        """See `Stream`."""
 
     def resize(self, context: int, min_document: int = 0) -> None:
         """See `Stream`."""

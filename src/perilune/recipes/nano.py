@@ -10,7 +10,7 @@ from perilune.train.config import DataConfig, OptimizerConfig, Run, Stage
 
 
 def nano() -> Run:
-    """1.6M tokens: the four stages one after the other."""
+    """1.7M tokens: the four stages one after the other."""
     return ladder(nano_128(), nano_512(), nano_2k(), nano_8k())
 
 
@@ -18,8 +18,8 @@ def nano_128() -> Run:
     """Language, and to look up what was just said."""
     return _run(
         Stage(
-            name="128", context=128, batch_tokens=2048, tokens=700_000, lr=8e-3, lr_end=4e-3,
-            mix={"text": 0.5, "needle": 0.5},
+            name="128", context=128, batch_tokens=2048, tokens=800_000, lr=8e-3, lr_end=4e-3,
+            mix={"text": 0.55, "needle": 0.45},
         )
     )  # fmt: skip
 
@@ -28,7 +28,7 @@ def nano_512() -> Run:
     """Longer documents, and several together: records to be added up, statements between shuffled documents."""
     return _run(
         Stage(
-            name="512", context=512, batch_tokens=2048, tokens=400_000, lr=5e-3, lr_end=2e-3,
+            name="512", context=512, batch_tokens=2048, tokens=450_000, lr=5e-3, lr_end=2e-3,
             mix={"text": 0.62, "needle": 0.3, "aggregation": 0.04, "scattered": 0.04},
         )
     )  # fmt: skip
@@ -38,7 +38,7 @@ def nano_2k() -> Run:
     """Reasoning chains: variables set from variables, files that name files."""
     return _run(
         Stage(
-            name="2k", context=2048, batch_tokens=2048, tokens=370_000, lr=3e-3, lr_end=8e-4,
+            name="2k", context=2048, batch_tokens=2048, tokens=350_000, lr=3e-3, lr_end=8e-4,
             mix={"text": 0.67, "needle": 0.25, "variables": 0.04, "files": 0.04},
         )
     )  # fmt: skip

@@ -1,5 +1,6 @@
 """A task as a stream to train on."""
 
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -8,47 +9,58 @@ from perilune.core.errors import DataError
 from perilune.data.stream import Segment
 from perilune.data.tasks.task import Task
 
+HALVINGS = 2
+"""How often a sample may be shorter than the context by half."""
+
 
 class TaskStream:
     """Samples of a task, one after the other; see `perilune.data.stream.Stream`.
 
-    Its place is one integer, the index of the next sample, whatever the length of those before.
+    A sample has the context's length, a half or a quarter of it, whichever its number draws: distances of all kinds in
+    every stage, and room in a batch for other things beside it.  The stream's place is one integer, the index of the
+    next sample, whatever the length of those before.
     """
-
-    whole = True
 
     def __init__(self, task: Task, seed: int = 0) -> None:
         self.task, self.seed = task, seed
         self.index = 0
-        self._length = task.least
+        self._context = task.least
+
+    def size(self, ahead: int = 0) -> int:
+        """See `Stream`."""
+        draw = Random(f"size {self.task.name} {self.seed} {self.index + ahead}")
+        length = self._context >> draw.randint(0, HALVINGS)
+        return length if length >= self.task.least else self._context
 
     def resize(self, context: int, min_document: int = 0) -> None:
-        """From now on samples of `context` tokens.  Raises DataError if the task does not fit into so few."""
+        """See `Stream`.  Raises DataError if the task does not fit into `context` tokens."""
         self.task.check(context)
-        self._length = context
+        self._context = context
 
     def read(self, tokens: int) -> Segment:
-        """The next `tokens / context` samples.  Raises DataError if that is not a whole number."""
-        first, number = self.index, self._samples(tokens)
-        samples = [self.task.sample(self._length, self.seed, first + i) for i in range(number)]
-        self.index += number
+        """See `Stream`.  Raises DataError if the next samples do not end there."""
+        sizes = self._sizes(tokens)
+        samples = [self.task.sample(size, self.seed, self.index + i) for i, size in enumerate(sizes)]
+        self.index += len(sizes)
         return Segment(
             np.concatenate([sample.ids for sample in samples]).astype(np.int64),
             np.concatenate([sample.labels() for sample in samples]),
-            np.arange(number) * self._length,
+            np.cumsum([0, *sizes[:-1]]),
         )
 
     def skip(self, tokens: int) -> None:
         """See `Stream`."""
-        self.index += self._samples(tokens)
+        self.index += len(self._sizes(tokens))
 
-    def _samples(self, tokens: int) -> int:
-        number, rest = divmod(tokens, self._length)
-        if number < 1 or rest:
+    def _sizes(self, tokens: int) -> list[int]:
+        sizes: list[int] = []
+        while sum(sizes) < tokens:
+            sizes.append(self.size(len(sizes)))
+        if not sizes or sum(sizes) != tokens:
             raise DataError(
-                f"tokens: expected a multiple of {self._length} (the length of a sample), got {tokens}; change either"
+                f"tokens: expected the end of a sample ({sum(sizes) or self.size()}), got {tokens}; ask for `size` first"
             )
-        return number
+        return sizes
 
     def state_dict(self) -> dict[str, Any]:
         """See `Stream`."""

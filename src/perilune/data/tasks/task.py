@@ -37,11 +37,12 @@ class Task(ABC):
         *,
         asked: float = 0.8,
         stated: float = 0.25,
-        learn: str = "all",
+        learn: str = "answers",
     ) -> None:
         """filler: encoded training documents, each int [tokens]; what samples are filled up with.  asked: share of a
         training sample's tokens that are questions (if they fit; one at least).  stated: the share of its text before
-        which all statements stand.  learn: which tokens are to be predicted, "all" (but the first) or "answers".
+        which all statements stand.  learn: which tokens are to be predicted, "answers", or "all" but the first; what
+        was drawn at random can only be guessed, and learning to guess it drowns the rest.
         """
         if learn not in ("all", "answers"):
             raise ConfigError(f"learn: expected 'all' or 'answers', got {learn!r}; take one of them")
