@@ -57,9 +57,8 @@ class TaskStream:
         while sum(sizes) < tokens:
             sizes.append(self.size(len(sizes)))
         if not sizes or sum(sizes) != tokens:
-            raise DataError(
-                f"tokens: expected the end of a sample ({sum(sizes) or self.size()}), got {tokens}; ask for `size` first"
-            )
+            end = sum(sizes) or self.size()
+            raise DataError(f"tokens: expected the end of a sample ({end}), got {tokens}; ask for `size` first")
         return sizes
 
     def state_dict(self) -> dict[str, Any]:
