@@ -26,8 +26,8 @@ class Stream(Protocol):
     """
 
     def size(self, ahead: int = 0) -> int | None:
-        """Tokens of the sample after the next `ahead` ones, where samples are never cut; None for a stream that gives any
-        number of tokens at a time."""
+        """Tokens of the sample after the next `ahead` ones, where samples are never cut; None for a stream that gives
+        any number of tokens at a time."""
         ...
 
     def resize(self, context: int, min_document: int = 0) -> None:

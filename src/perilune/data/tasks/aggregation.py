@@ -22,8 +22,8 @@ TOTALS = range(5, 10)
 
 
 class Aggregation(Task):
-    """Read all records of a thing, `# anna has salt 3`, to say how many they are, `# count salt ? 2`, what they add up
-    to, `# total salt ? 7`, or whose is largest, `# most salt ? anna`.
+    """Read all records of a thing, `# anna has salt 3`, to say how many they are, `# count salt is 2`, what they add up
+    to, `# total salt is 7`, or whose is largest, `# most salt is anna`.
 
     Counts and totals are small and equally frequent; the largest record is larger than the others.
     """
@@ -58,7 +58,7 @@ class Aggregation(Task):
             number=self._number,
         )
         self._count, self._total, self._most = (
-            Template(tokenizer, f"\n# {what} {{thing}} ? {{answer}}\n", thing=self._thing, answer=answers)
+            Template(tokenizer, f"\n# {what} {{thing}} is {{answer}}\n", thing=self._thing, answer=answers)
             for what, answers in (("count", self._number), ("total", self._number), ("most", self._holder))
         )
         asks = (self._count, self._total, self._most)

@@ -13,11 +13,11 @@ from perilune.data.tasks.words import Template, choose_words
 from perilune.data.tokenizer import ByteBPE
 
 STATEMENT = "\n# {key} = {value}\n"
-QUESTION = "\n# {key} ? {value}\n"
+QUESTION = "\n# {key} is {value}\n"
 
 
 class Needle(Task):
-    """Copy the value that was said for a key: `# river = stone`, and later `# river ? stone`.
+    """Copy the value that was said for a key: `# river = stone`, and later `# river is stone`.
 
     From its second time on a question in a training sample can also be answered from the last one.
     """
