@@ -96,7 +96,7 @@ def machine(trainer: "Trainer") -> dict[str, Any]:
 
 
 def show_result(result: dict[str, Any], console: "Console") -> None:
-    """The table of bits per byte, best first, a line on the experts, and the samples."""
+    """The table of bits per byte, best first, a line on the experts and one on needles, and the samples."""
     from rich.panel import Panel
     from rich.table import Table
     from rich.text import Text
@@ -113,6 +113,14 @@ def show_result(result: dict[str, Any], console: "Console") -> None:
         f"fullest {1 + load['max_violation']:.2f}x the mean, {load['dead_experts']} dead",
         soft_wrap=True,
     )
+    found = result["long_context"]["tasks"].get("needle", [])
+    if found:
+        shares = ", ".join(f"{row['accuracy']:.0%} at {row['length']:,}" for row in found)
+        chance, trained = found[0]["chance"], result["long_context"]["trained"]
+        console.print(
+            f"needles found, by tokens of text: {shares} (trained up to {trained:,}; guessing {chance:.1%})",
+            soft_wrap=True,
+        )
     for sample in result["samples"]:
         text = Text(sample["prompt"] + sample["text"])
         console.print(Panel(text, title=f"continues {sample['prompt']!r}", title_align="left"))

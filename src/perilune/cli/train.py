@@ -368,7 +368,11 @@ def show_start(trainer: "Trainer", console: "Console") -> None:
 def show_next(session: Session) -> None:
     """What to try now, as it can be typed here."""
     perilune, folder = command(), shlex.quote(str(session.folder))
-    lines = [f'{perilune} generate {folder} --prompt "def "', f"{perilune} eval {folder}", f"{perilune} plan k3"]
+    lines = [f"{perilune} chat {folder}", f'{perilune} generate {folder} --prompt "def "']
     if session.recipe:
-        lines.insert(2, f"{perilune} train {shlex.join(session.recipe)} seed=1 --out {folder}-seed1")
-    session.console.print("\n  ".join([f"\nSaved in {session.folder}. Next:", *lines]), markup=False, soft_wrap=True)
+        lines.append(f"{perilune} train {shlex.join(session.recipe)} seed=1 --out {folder}-seed1")
+    report = session.folder / "report.html"
+    where = f", and shown in {report}" if report.exists() else ""
+    session.console.print(
+        "\n  ".join([f"\nSaved in {session.folder}{where}. Next:", *lines]), markup=False, soft_wrap=True
+    )

@@ -12,8 +12,8 @@ from perilune.data.corpus import Corpus, Document
 from perilune.data.mixture import Mixture
 from perilune.data.packing import Batch
 from perilune.data.source import open_source
-from perilune.data.streamed import StreamedCorpus
 from perilune.data.stream import Stream
+from perilune.data.streamed import StreamedCorpus
 from perilune.data.tasks import TASKS, TaskStream
 from perilune.data.tokenizer import ByteBPE
 from perilune.train.config import Run, Stage
