@@ -141,7 +141,7 @@ def test_help_of_a_verb_says_what_it_does(verb, capsys):
     ("words", "expected"),
     [
         ("trian", "perilune: there is no verb 'trian'; do you mean 'train'?"),
-        ("frobnicate", "perilune: there is no verb 'frobnicate'; there are bench, "),
+        ("frobnicate", "perilune: there is no verb 'frobnicate'; there are "),
         ("--nonsense", "perilune: unrecognized arguments: --nonsense; see perilune --help"),
         ("train", "perilune train: the following arguments are required: recipe; see perilune train --help"),
         ("train nanoo", "perilune train: recipe: there is none called 'nanoo'; do you mean 'nano'?"),
@@ -154,7 +154,7 @@ def test_help_of_a_verb_says_what_it_does(verb, capsys):
         ("train nano model.hidden_size=1.5", "model.hidden_size: expected int, got 1.5"),
         ("train nano stages.0.lr=fast", "stages.0.lr: expected float, got 'fast'"),
         ("train nano stages.0.lr=NaN", "stages.0.lr: expected a finite rate above 0, got nan"),
-        ("train nano stages.7.lr=1", "stages.7.lr: expected an index below 2, got '7'"),
+        ("train nano stages.7.lr=1", "stages.7.lr: expected an index below 4, got '7'"),
         ("train nano model.num_experts_per_token=100", "expected from 1 to num_experts (64), got 100"),
         ("train nano stages.0.context=4096", "stages.0.context: expected at most batch_tokens (2048), got 4096"),
         ("train nano data.vocab_size=9999", "data.vocab_size: expected at most the model's 2048, got 9999"),
