@@ -33,7 +33,7 @@ class Samples:
         count = tokens // self.context
         ids = np.repeat(self.code + np.arange(self.index, self.index + count), self.context)
         self.index += count
-        return Segment(ids, np.full_like(ids, IGNORE), np.arange(count) * self.context)
+        return Segment(ids, np.full_like(ids, IGNORE), np.arange(count) * self.context, answers=ids)
 
     def skip(self, tokens: int) -> None:
         self.read(tokens)
@@ -102,6 +102,17 @@ def test_a_sample_is_never_cut_and_nothing_is_joined() -> None:
             assert len(piece.unique()) == 1  # one document or sample
             if piece[0] >= 3_000:
                 assert len(piece) == 16
+
+
+def test_answers_stay_apart_from_text() -> None:
+    for batch in read(mixture({"a": 0.6, "task": 0.4}, tokens=50), 20):
+        of_task = batch.input_ids >= 3_000
+        if batch.answers is None:
+            assert not of_task.any()
+            continue
+        assert torch.equal(batch.answers, torch.where(of_task, batch.input_ids, IGNORE))
+        assert (batch.labels[of_task] == IGNORE).all()
+    assert all(batch.answers is None for batch in read(mixture({"a": 0.5, "b": 0.5}), 3))
 
 
 def test_samples_as_long_as_a_batch_take_turns_with_text() -> None:

@@ -159,6 +159,28 @@ def test_deeper_predictions_feed_on_each_other():
     torch.testing.assert_close(out.loss, out.losses["next_token"] + 0.3 * expected)
 
 
+def test_answers_have_a_loss_of_their_own():
+    """Their mean beside the text's, so that a few of them count as much among many tokens as among few."""
+    k3, tokens = model(answer_loss_weight=0.5), ids(1, 12)
+    targets, answers = shifted(tokens, None), torch.full((1, 12), -100)
+    answers[0, [3, 7]] = targets[0, [3, 7]]
+    text = torch.where(answers == -100, targets, -100)
+    out = k3(tokens, targets=text, answers=answers)
+    log_p = F.log_softmax(k3(tokens).logits[0], -1)
+    wanted = -log_p[[3, 7], targets[0, [3, 7]]].mean()
+    torch.testing.assert_close(out.losses["answers"], wanted, rtol=1e-12, atol=0)
+    torch.testing.assert_close(out.losses["next_token"], k3(tokens, targets=text).loss, rtol=1e-12, atol=0)
+    torch.testing.assert_close(out.loss, out.losses["next_token"] + 0.5 * wanted)
+    padded = F.pad(tokens, (0, 2), value=1)
+    mask = F.pad(torch.ones_like(tokens), (0, 2))
+    again = k3(padded, attention_mask=mask, targets=F.pad(text, (0, 2)), answers=F.pad(answers, (0, 2)))
+    torch.testing.assert_close(again.loss, out.loss)
+    with pytest.raises(ShapeError, match="answers: expected targets beside them, got none"):
+        k3(tokens, answers=answers)
+    with pytest.raises(ShapeError, match=r"answers: expected \[1, 12\], got \[1, 11\]"):
+        k3(tokens, targets=text, answers=answers[:, 1:])
+
+
 def test_targets_behind_the_row_are_read_by_the_further_prediction():
     """A row cut out of a longer document: its last target is known although it is no input of the row."""
     k3, longer = model(num_nextn_predict_layers=1), ids(12)

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from perilune.core.errors import ConfigError, DataError, nearest
-from perilune.data.packing import Batch, packed
-from perilune.data.stream import Stream
+from perilune.data.packing import IGNORE, Batch, packed
+from perilune.data.stream import Segment, Stream
 
 
 class Mixture:
@@ -92,6 +92,7 @@ class Mixture:
             np.concatenate([segment.ids for segment in segments]),
             np.concatenate([segment.labels for segment in segments]),
             np.concatenate([segment.starts + offset for segment, offset in zip(segments, offsets)]),
+            _answers(segments),
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -114,6 +115,15 @@ class Mixture:
             except DataError as error:
                 raise DataError(f"{name}: {error}") from None
         self._given = {name: int(tokens) for name, tokens in state["given"].items()}
+
+
+def _answers(segments: list[Segment]) -> np.ndarray | None:
+    """Of all segments; those that have none ignored throughout."""
+    if all(segment.answers is None for segment in segments):
+        return None
+    return np.concatenate([
+        np.full(len(segment.ids), IGNORE) if segment.answers is None else segment.answers for segment in segments
+    ])  # fmt: skip
 
 
 def _split(room: int, owed: list[float]) -> list[int]:

@@ -28,6 +28,8 @@ class Batch:
     """[1, T] int64; IGNORE where there is nothing to predict"""
     cu_seqlens: Tensor
     """[N+1] int64; the N pieces' boundaries, from 0 to T"""
+    answers: Tensor | None = None
+    """[1, T] int64, as `labels`, of the answers that tasks ask for, which are not among those; None without tasks"""
 
 
 class PackedText:
@@ -169,10 +171,10 @@ def _cut(starts: np.ndarray, lengths: np.ndarray, context: int) -> tuple[np.ndar
     return starts[document] + done, np.minimum(lengths[document] - done, context)
 
 
-def packed(ids: np.ndarray, labels: np.ndarray, starts: np.ndarray) -> Batch:
+def packed(ids: np.ndarray, labels: np.ndarray, starts: np.ndarray, answers: np.ndarray | None = None) -> Batch:
     """Arrays, laid out as in a Segment, as one row of tensors."""
-    ids, labels, cu_seqlens = (x.astype(np.int64) for x in (ids, labels, np.append(starts, len(ids))))
-    return Batch(torch.from_numpy(ids)[None], torch.from_numpy(labels)[None], torch.from_numpy(cu_seqlens))
+    row = [None if x is None else torch.from_numpy(x.astype(np.int64))[None] for x in (ids, labels, answers)]
+    return Batch(row[0], row[1], torch.from_numpy(np.append(starts, len(ids)).astype(np.int64)), row[2])
 
 
 def _flatten(documents: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

@@ -16,6 +16,8 @@ class Segment:
     """[n] integers, already shifted: what each position is to predict; IGNORE where nothing is learned"""
     starts: np.ndarray
     """[pieces] where each piece begins; the first is 0"""
+    answers: np.ndarray | None = None
+    """[n] as `labels`, of the answers in samples of tasks, which are not among those; None where there are none"""
 
 
 class Stream(Protocol):

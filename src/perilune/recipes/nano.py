@@ -10,7 +10,7 @@ from perilune.train.config import DataConfig, OptimizerConfig, Run, Stage
 
 
 def nano() -> Run:
-    """1.7M tokens: the four stages one after the other."""
+    """1.9M tokens: the four stages one after the other."""
     return ladder(nano_128(), nano_512(), nano_2k(), nano_8k())
 
 
@@ -18,8 +18,8 @@ def nano_128() -> Run:
     """Language, and to look up what was just said."""
     return _run(
         Stage(
-            name="128", context=128, batch_tokens=2048, tokens=800_000, lr=8e-3, lr_end=4e-3,
-            mix={"text": 0.5, "needle": 0.5},
+            name="128", context=128, batch_tokens=2048, tokens=700_000, lr=8e-3, lr_end=4e-3,
+            mix={"text": 0.6, "needle": 0.4},
         )
     )  # fmt: skip
 
@@ -28,8 +28,8 @@ def nano_512() -> Run:
     """Longer documents, and several together: records to be added up, statements between shuffled documents."""
     return _run(
         Stage(
-            name="512", context=512, batch_tokens=2048, tokens=450_000, lr=5e-3, lr_end=2e-3,
-            mix={"text": 0.62, "needle": 0.3, "aggregation": 0.04, "scattered": 0.04},
+            name="512", context=512, batch_tokens=2048, tokens=600_000, lr=5e-3, lr_end=2e-3,
+            mix={"text": 0.57, "needle": 0.35, "aggregation": 0.04, "scattered": 0.04},
         )
     )  # fmt: skip
 
@@ -38,8 +38,8 @@ def nano_2k() -> Run:
     """Reasoning chains: variables set from variables, files that name files."""
     return _run(
         Stage(
-            name="2k", context=2048, batch_tokens=2048, tokens=350_000, lr=3e-3, lr_end=8e-4,
-            mix={"text": 0.67, "needle": 0.25, "variables": 0.04, "files": 0.04},
+            name="2k", context=2048, batch_tokens=2048, tokens=500_000, lr=3e-3, lr_end=8e-4,
+            mix={"text": 0.57, "needle": 0.35, "variables": 0.04, "files": 0.04},
         )
     )  # fmt: skip
 
@@ -49,7 +49,7 @@ def nano_8k() -> Run:
     return _run(
         Stage(
             name="8k", context=8192, batch_tokens=8192, tokens=130_000, lr=1.5e-3, lr_end=1e-4, min_document=4096,
-            mix={"text": 0.68, "needle": 0.2, "variables": 0.04, "files": 0.04, "scattered": 0.04},
+            mix={"text": 0.63, "needle": 0.25, "variables": 0.04, "files": 0.04, "scattered": 0.04},
         )
     )  # fmt: skip
 

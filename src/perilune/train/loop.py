@@ -192,7 +192,10 @@ class Trainer:
             attention.track_max_logits = clipping
         self.model.train()
         output = self.model(
-            self._moved(batch.input_ids), cu_seqlens=batch.cu_seqlens, targets=self._moved(batch.labels)
+            self._moved(batch.input_ids),
+            cu_seqlens=batch.cu_seqlens,
+            targets=self._moved(batch.labels),
+            answers=None if batch.answers is None else self._moved(batch.answers),
         )
         assert output.loss is not None
         output.loss.backward()

@@ -32,7 +32,9 @@ VALUES = "training.json"
 FORMAT = 1
 CHANGEABLE = re.compile(r"stages\.\d+\.(lr|lr_end|warmup)|optimizer\.\w+|checkpoint_every|data\.sources\.[^.]+\.path")
 """Keys of a run's configuration that may have changed since the checkpoint: what it holds goes on to fit."""
-NO_PART_OF_WEIGHTS = ("carried", "initializer_range", "mtp_loss_weight", "balance_loss_weight")
+NO_PART_OF_WEIGHTS = (
+    "carried", "initializer_range", "mtp_loss_weight", "balance_loss_weight", "answer_loss_weight",
+)  # fmt: skip
 """Keys of a model's configuration in which a run may differ from what it starts from."""
 
 

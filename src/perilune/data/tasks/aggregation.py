@@ -22,7 +22,7 @@ TOTALS = range(5, 10)
 
 
 class Aggregation(Task):
-    """Read all records of a thing, `# anna has salt 3`, to say how many they are, `# count salt is 2`, what they add up
+    """Read all records of a thing, `# anna has salt 3!`, to say how many they are, `# count salt is 2`, what they add up
     to, `# total salt is 7`, or whose is largest, `# most salt is anna`.
 
     Counts and totals are small and equally frequent; the largest record is larger than the others.
@@ -52,7 +52,7 @@ class Aggregation(Task):
         self._number = [as_word(tokenizer, str(n)) for n in range(TOTALS.stop)]
         self._record = Template(
             tokenizer,
-            "\n# {holder} has {thing} {number}\n",
+            "\n# {holder} has {thing} {number}!\n",
             holder=self._holder,
             thing=self._thing,
             number=self._number,

@@ -14,8 +14,8 @@ from perilune.data.tokenizer import ByteBPE
 
 
 class Files(Task):
-    """Look a key up in the file that another file names: `# see moon for river` in one, and below `# file moon` the
-    line `# set river = stone`, later `# set river is stone`.
+    """Look a key up in the file that another file names: `# see moon for river!` in one, and below `# file moon!` the
+    line `# set river = stone!`, later `# set river is stone`.
 
     Every file sets every key, so that the answer takes both files and the second one's header.
     """
@@ -43,9 +43,9 @@ class Files(Task):
         self.files, self.keys = files, keys
         chosen = choose_words(tokenizer, 2 * words)
         self._value, self._named = chosen[:words], chosen[words:]
-        self._header = Template(tokenizer, "\n# file {file}\n", file=self._named)
-        self._pointer = Template(tokenizer, "\n# see {file} for {key}\n", file=self._named, key=self._named)
-        self._setting = Template(tokenizer, "\n# set {key} = {value}\n", key=self._named, value=self._value)
+        self._header = Template(tokenizer, "\n# file {file}!\n", file=self._named)
+        self._pointer = Template(tokenizer, "\n# see {file} for {key}!\n", file=self._named, key=self._named)
+        self._setting = Template(tokenizer, "\n# set {key} = {value}!\n", key=self._named, value=self._value)
         self._question = Template(tokenizer, "\n# set {key} is {value}\n", key=self._named, value=self._value)
         self.lines = "|".join(
             template.pattern for template in (self._header, self._pointer, self._setting, self._question)

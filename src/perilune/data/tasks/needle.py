@@ -12,12 +12,12 @@ from perilune.data.tasks.task import Task
 from perilune.data.tasks.words import Template, choose_words
 from perilune.data.tokenizer import ByteBPE
 
-STATEMENT = "\n# {key} = {value}\n"
+STATEMENT = "\n# {key} = {value}!\n"
 QUESTION = "\n# {key} is {value}\n"
 
 
 class Needle(Task):
-    """Copy the value that was said for a key: `# river = stone`, and later `# river is stone`.
+    """Copy the value that was said for a key: `# river = stone!`, and later `# river is stone`.
 
     From its second time on a question in a training sample can also be answered from the last one.
     """
@@ -40,6 +40,8 @@ class Needle(Task):
         super().__init__(tokenizer, filler, **options)
         if not 1 <= pairs <= words:
             raise ConfigError(f"pairs: expected 1 to {words} (the number of words), got {pairs}; take more words")
+        if not question.endswith(" {value}\n"):
+            raise ConfigError(f"question: expected the value last, got {question!r}; put what it ends with before")
         self.pairs = pairs
         chosen = choose_words(tokenizer, 2 * words)
         self.values, self.keys = chosen[:words], chosen[words:]

@@ -33,12 +33,23 @@ class Sample:
     questions: tuple[Question, ...]
     """In the order in which they are asked."""
     learn: np.ndarray
-    """[length] bool: the tokens that are to be predicted"""
+    """[length] bool: the tokens that are to be predicted as any text is; answers, which have a loss of their own, are
+    not among them"""
 
     def labels(self) -> np.ndarray:
-        """[length] int64: the next token where that is to be predicted, IGNORE elsewhere."""
+        """[length] int64: the next token where `learn` wants it, IGNORE elsewhere."""
+        return self._next(self.learn)
+
+    def answers(self) -> np.ndarray:
+        """[length] int64: the next token where that is part of an answer, IGNORE elsewhere."""
+        wanted = np.zeros(len(self.ids), dtype=bool)
+        for question in self.questions:
+            wanted[question.start : question.stop] = True
+        return self._next(wanted)
+
+    def _next(self, wanted: np.ndarray) -> np.ndarray:
         labels = np.full(len(self.ids), IGNORE, dtype=np.int64)
-        np.copyto(labels[:-1], self.ids[1:], where=self.learn[1:])
+        np.copyto(labels[:-1], self.ids[1:], where=wanted[1:])
         return labels
 
     def depth(self, question: Question) -> float:
@@ -114,6 +125,8 @@ class Page:
         ids[0] = eos
         position, used = 1, 0
         questions = []
+        learn = np.ones(self.length, dtype=bool)
+        learn[0] = False  # nothing comes before it
         everything: list[tuple[float, Line | Query]] = [(line.depth, line) for line in self._statements]
         everything += self._asked
         everything.sort(key=lambda item: item[0])
@@ -125,16 +138,14 @@ class Page:
             ids[position:start] = text[used:before]
             position, used = start + len(line.ids), before
             ids[start:position] = line.ids
+            learn[start:position] = False  # drawn at random
             if isinstance(line, Line):
                 line.start = start
             else:
                 spans = tuple(sorted((part.start, part.start + len(part.ids)) for part in line.evidence))
-                questions.append(
-                    Question(start, position - 1 - len(line.answer.ids), position - 1, line.answer.text, spans)
-                )
+                first, end = position - 1 - len(line.answer.ids), position - 1
+                questions.append(Question(start, first, end, line.answer.text, spans))
         ids[position:] = text[used:]
-        learn = np.ones(self.length, dtype=bool)
-        learn[0] = False  # nothing comes before it
         return Sample(ids, tuple(questions), learn)
 
 

@@ -46,6 +46,7 @@ class TaskStream:
             np.concatenate([sample.ids for sample in samples]).astype(np.int64),
             np.concatenate([sample.labels() for sample in samples]),
             np.cumsum([0, *sizes[:-1]]),
+            np.concatenate([sample.answers() for sample in samples]),
         )
 
     def skip(self, tokens: int) -> None:

@@ -37,15 +37,16 @@ class Task(ABC):
         *,
         asked: float = 0.8,
         stated: float = 0.25,
-        learn: str = "answers",
+        learn: str = "text",
     ) -> None:
         """filler: encoded training documents, each int [tokens]; what samples are filled up with.  asked: share of a
-        training sample's tokens that are questions (if they fit; one at least).  stated: the share of its text before
-        which all statements stand.  learn: which tokens are to be predicted, "answers", or "all" but the first; what
-        was drawn at random can only be guessed, and learning to guess it drowns the rest.
+        training sample's tokens that are questions (if they fit; one at least); of a longer one also a half, a quarter
+        and so on, so that the last time a thing was asked lies at all distances too.  stated: the share of its text before
+        which all statements stand.  learn: which tokens are to be predicted beside the answers: "text", what lies between
+        the lines, for the lines themselves were drawn at random; none ("answers"); or "all" but the first.
         """
-        if learn not in ("all", "answers"):
-            raise ConfigError(f"learn: expected 'all' or 'answers', got {learn!r}; take one of them")
+        if learn not in ("text", "answers", "all"):
+            raise ConfigError(f"learn: expected 'text', 'answers' or 'all', got {learn!r}; take one of them")
         for share, value in (("asked", asked), ("stated", stated)):
             if not 0 <= value <= 1:
                 raise ConfigError(f"{share}: expected a share from 0 to 1, got {value}; 0.8 is four fifths")
@@ -100,8 +101,8 @@ class Task(ABC):
         return Page(length, random, until, self.bend, vary=kind == "sample")
 
     def _ask_often(self, page: Page, groups: list[list[Query]]) -> None:
-        most = self.asked * page.length
-        asked = 0
+        halvings = page.random.randint(0, (page.length // self.least).bit_length() - 1)
+        most, asked = self.asked * page.length / 2**halvings, 0
         while True:
             query = page.random.choice(page.random.choice(groups))
             if asked and (asked + len(query.ids) > most or len(query.ids) > page.free):
@@ -121,8 +122,10 @@ class Task(ABC):
         sample = page.lay_out(self.tokenizer.eos_id, *self._text(page))
         if self.learn == "answers":
             sample.learn[:] = False
+        if self.learn == "all":
+            sample.learn[1:] = True
             for question in sample.questions:
-                sample.learn[question.start : question.stop] = True
+                sample.learn[question.start : question.stop] = False
         return sample
 
     @cached_property

@@ -14,7 +14,7 @@ from perilune.data.tokenizer import ByteBPE
 
 
 class Variables(Task):
-    """Follow assignments back to a value: `# let river = stone`, `# let cloud = river`, later `# let cloud is stone`.
+    """Follow assignments back to a value: `# let river = stone!`, `# let cloud = river!`, later `# let cloud is stone`.
 
     Several chains lie among each other, all of them of the same number of hops; a question is about any variable, so it
     takes from one hop to all.
@@ -40,7 +40,7 @@ class Variables(Task):
         self.chains, self.hops = chains, hops
         chosen = choose_words(tokenizer, 2 * words)
         self.values, self.names = chosen[:words], chosen[words:]
-        self._statement = Template(tokenizer, "\n# let {name} = {held}\n", name=self.names, held=chosen)
+        self._statement = Template(tokenizer, "\n# let {name} = {held}!\n", name=self.names, held=chosen)
         self._question = Template(tokenizer, "\n# let {name} is {value}\n", name=self.names, value=self.values)
         self.lines = f"{self._statement.pattern}|{self._question.pattern}"
         self.chance = 1 / words

@@ -28,19 +28,20 @@ class Word:
 
 
 def choose_words(tokenizer: ByteBPE, number: int) -> list[Word]:
-    """`number` different words, the same for the same tokenizer: tokens of a space and three or more ASCII letters, in
-    the order of their SHA-256, so that common and rare ones mix.
+    """`number` different words, the same for the same tokenizer: tokens of a space and three or more ASCII letters, the
+    last such in the vocabulary, which are the rarest, in the order of their SHA-256.  A common word turns up in the
+    text between statements all the time, and there says nothing.
 
     A vocabulary with fewer such tokens gives made-up words instead (` bake`), all of the same number of tokens, as few
     as there are enough of; the log says so.
     """
     tokens = (tokenizer.decode_bytes([i]) for i in range(tokenizer.vocab_size))
-    texts = sorted((token[1:].decode() for token in tokens if _WORD.fullmatch(token)), key=_hash)
+    texts = [token[1:].decode() for token in tokens if _WORD.fullmatch(token)]
     words = [word for text in texts if len((word := as_word(tokenizer, text)).ids) == 1]
     if len(words) < number:
         log.info(f"tasks: {len(words)} words of one token, {number} wanted; made-up ones of several tokens instead")
         return _made_up(tokenizer, number)
-    return words[:number]
+    return sorted(words[-number:], key=lambda word: _hash(word.text))
 
 
 def _made_up(tokenizer: ByteBPE, number: int) -> list[Word]:
@@ -66,10 +67,9 @@ def as_word(tokenizer: ByteBPE, text: str) -> Word:
 
 
 class Template:
-    r"""A line of text with places for words, as `"\n# {key} = {value}\n"`; the space before a word is the word's.
+    r"""A line of text with places for words, as `"\n# {key} = {value}!\n"`; the space before a word is the word's.
 
-    It begins with a line break and ends with a word and a line break, so that what stands around it cannot change what
-    it says.
+    It begins and ends with a line break, so that what stands around it cannot change what it says.
     """
 
     def __init__(self, tokenizer: ByteBPE, template: str, **words: Sequence[Word]) -> None:
@@ -79,7 +79,7 @@ class Template:
         """
         literals = re.split(r" \{\w+\}", template)
         places = re.findall(r" \{(\w+)\}", template)
-        if places != list(words) or not re.fullmatch(r"\n[^\n]+\}\n", template):
+        if places != list(words) or not re.fullmatch(r"\n[^\n]+\n", template):
             example = "\n# " + " = ".join(f"{{{place}}}" for place in words) + "\n"
             raise ConfigError(f"template: expected a line such as {example!r}, got {template!r}; write its places so")
         self._literals = [tokenizer.encode(literal) for literal in literals]

@@ -23,6 +23,10 @@ RESPELLED = {  # keys of linear_attn_config as `transformers` writes them
 }
 
 
+# What releases have no key for; kept under `perilune` in a file.
+OWN = ("layer_types", "balance", "mtp_loss_weight", "balance_loss_weight", "answer_loss_weight")
+
+
 @dataclass(frozen=True, kw_only=True)
 class LinearAttentionConfig(Config):
     """`linear_attn_config`: the KDA layers, and which layers they are (counted from 1, as the releases do)."""
@@ -100,6 +104,7 @@ class K3Config(Config):
     balance: BalanceConfig = BalanceConfig()
     mtp_loss_weight: float = 0.1
     balance_loss_weight: float = 1.0
+    answer_loss_weight: float = 0.4
 
     def __post_init__(self) -> None:
         self._check_sizes()
@@ -123,6 +128,7 @@ class K3Config(Config):
         _at_least(
             self, 0, "qk_rope_head_dim", "first_k_dense_replace", "num_experts", "num_shared_experts",
             "num_nextn_predict_layers", "initializer_range", "mtp_loss_weight", "balance_loss_weight",
+            "answer_loss_weight",
         )  # fmt: skip
         for name in (
             "rms_norm_eps", "activation_situ_beta", "activation_situ_linear_beta", "routed_scaling_factor",
@@ -213,7 +219,7 @@ class K3Config(Config):
         """The inverse of `from_hf`; what only this library knows goes under the key `perilune`."""
         values = self.to_dict()
         carried = values.pop("carried")
-        own = {key: values.pop(key) for key in ("layer_types", "balance", "mtp_loss_weight", "balance_loss_weight")}
+        own = {key: values.pop(key) for key in OWN}
         outer = carried.pop("outer", None)
         values["num_key_value_heads"] = self.num_attention_heads
         inner = {**_without_absent(values), **carried, "perilune": own}

@@ -31,7 +31,8 @@ class K3Output:
     loss: Tensor | None = None
     """The scalar to minimise: next-token loss plus the weighted others."""
     losses: dict[str, Tensor] = field(default_factory=dict)
-    """Its unweighted parts, for the record: `next_token`, and `mtp` and `balance` where the model has them."""
+    """Its unweighted parts, for the record: `next_token`; `answers` where some were given; `mtp` and `balance` where the
+    model has them."""
     cache: HybridCache | None = None
 
 
@@ -94,6 +95,7 @@ class K3Model(nn.Module):
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         targets: Tensor | None = None,
+        answers: Tensor | None = None,
     ) -> K3Output:
         """`input_ids: [B, T]`.
 
@@ -102,18 +104,23 @@ class K3Model(nn.Module):
         attention_mask: [B, T], 0 at padding on either side; padding is taken out before the first layer.
         labels: [B, T] aligned with `input_ids`, -100 where nothing is to be learned; shifted here, inside documents.
         targets: [B, T], already shifted: what each position is to predict.  Gives the loss without keeping logits.
+        answers: [B, T], beside `targets` and shifted like them: a loss of their own, for a few tokens that matter would
+        drown in the mean over all.
         """
         if input_ids.dim() != 2:
             raise ShapeError(f"input_ids: expected [B, T], got {list(input_ids.shape)}; add a batch axis")
         if labels is not None and targets is not None:
             raise ShapeError("labels: expected labels or targets, got both; labels are shifted, targets are not")
-        for name, value in (("labels", labels), ("targets", targets), ("attention_mask", attention_mask)):
+        if answers is not None and targets is None:
+            raise ShapeError("answers: expected targets beside them, got none; -100 where there is nothing to predict")
+        beside = {"labels": labels, "targets": targets, "answers": answers, "attention_mask": attention_mask}
+        for name, value in beside.items():
             if value is not None and value.shape != input_ids.shape:
                 raise ShapeError(
                     f"{name}: expected {list(input_ids.shape)}, got {list(value.shape)}; align with input_ids"
                 )
         if attention_mask is not None:
-            return self._forward_padded(input_ids, attention_mask.bool(), cache, cu_seqlens, labels, targets)
+            return self._forward_padded(input_ids, attention_mask.bool(), cache, cu_seqlens, labels, targets, answers)
         cu = boundaries(cu_seqlens, *input_ids.shape)
         h = self.model(input_ids, cache, cu)
         features = self.model.norm(h)
@@ -124,6 +131,8 @@ class K3Model(nn.Module):
             targets = shifted(labels, cu)
         if targets is not None:
             losses = self._losses(input_ids, h, features, targets, cu)
+            if answers is not None:
+                losses["answers"] = self._cross_entropy(features, answers)
             output.loss = self._total(losses)
             output.losses = {name: loss.detach() for name, loss in losses.items()}
         return output
@@ -136,17 +145,19 @@ class K3Model(nn.Module):
         cu_seqlens: Tensor | Sequence[int] | None,
         labels: Tensor | None,
         targets: Tensor | None,
+        answers: Tensor | None,
     ) -> K3Output:
         """Takes padding out, runs the real tokens as packed documents, and puts logits back where they belong."""
+        given = {"labels": labels, "targets": targets, "answers": answers}
         if cu_seqlens is not None:
             if bool(real.all()):  # a mask that hides nothing changes nothing
-                return self(input_ids, cache=cache, cu_seqlens=cu_seqlens, labels=labels, targets=targets)
+                return self(input_ids, cache=cache, cu_seqlens=cu_seqlens, **given)
             raise ShapeError(
                 "attention_mask: expected none beside cu_seqlens, got one with padding; pack real tokens only"
             )
         cu = [0, *real.sum(1).cumsum(0).tolist()]
-        pack = [None if t is None else t[real][None] for t in (labels, targets)]
-        output = self(input_ids[real][None], cache=cache, cu_seqlens=cu, labels=pack[0], targets=pack[1])
+        pack = {name: t[real][None] for name, t in given.items() if t is not None}
+        output = self(input_ids[real][None], cache=cache, cu_seqlens=cu, **pack)
         if output.logits is not None:
             logits = output.logits.new_zeros(*input_ids.shape, output.logits.shape[-1])
             output.logits = logits.masked_scatter(real[..., None], output.logits)
@@ -179,7 +190,13 @@ class K3Model(nn.Module):
         return total / (targets != IGNORED).sum().clamp(min=1)
 
     def _total(self, losses: dict[str, Tensor]) -> Tensor:
-        weight = {"next_token": 1.0, "mtp": self.config.mtp_loss_weight, "balance": self.config.balance_loss_weight}
+        config = self.config
+        weight = {
+            "next_token": 1.0,
+            "answers": config.answer_loss_weight,
+            "mtp": config.mtp_loss_weight,
+            "balance": config.balance_loss_weight,
+        }
         return torch.stack([weight[name] * loss for name, loss in losses.items()]).sum()
 
     def new_cache(self, batch: int) -> HybridCache:
