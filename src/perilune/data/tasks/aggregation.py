@@ -22,8 +22,8 @@ TOTALS = range(5, 10)
 
 
 class Aggregation(Task):
-    """Read all records of a thing, `# anna has salt 3!`, to say how many they are, `# count salt is 2`, what they add up
-    to, `# total salt is 7`, or whose is largest, `# most salt is anna`.
+    """Read all records of a thing, `# anna has salt 3!`, to say how many they are, `# count salt is 2`, what they add
+    up to, `# total salt is 7`, or whose is largest, `# most salt is anna`.
 
     Counts and totals are small and equally frequent; the largest record is larger than the others.
     """

@@ -39,11 +39,12 @@ class Task(ABC):
         stated: float = 0.25,
         learn: str = "text",
     ) -> None:
-        """filler: encoded training documents, each int [tokens]; what samples are filled up with.  asked: share of a
-        training sample's tokens that are questions (if they fit; one at least); of a longer one also a half, a quarter
-        and so on, so that the last time a thing was asked lies at all distances too.  stated: the share of its text before
-        which all statements stand.  learn: which tokens are to be predicted beside the answers: "text", what lies between
-        the lines, for the lines themselves were drawn at random; none ("answers"); or "all" but the first.
+        """filler: encoded training documents, each int [tokens]; what samples are filled up with.
+        asked: share of a training sample's tokens that are questions (if they fit; one at least); of a longer one also
+        a half, a quarter and so on, so that the last time a thing was asked lies at all distances too.
+        stated: the share of a sample's text before which all statements stand.
+        learn: which tokens are to be predicted beside the answers: "text", what lies between the lines, for the lines
+        themselves were drawn at random; none ("answers"); or "all" but the first.
         """
         if learn not in ("text", "answers", "all"):
             raise ConfigError(f"learn: expected 'text', 'answers' or 'all', got {learn!r}; take one of them")
