@@ -45,14 +45,14 @@ def test_the_readme_has_commands_and_few_are_needy() -> None:
     assert {line.split()[0] for line in NEEDY} <= {"make", "pip", ".venv/bin/perilune"}
 
 
-@pytest.mark.parametrize("line", RUN)
-def test_the_command_runs(
-    line: str, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+def test_the_commands_run_one_after_the_other(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.chdir(home)
-    program, *words = shlex.split(line, comments=True)
-    assert program == ".venv/bin/perilune", "say behind it what it needs"
-    if words[0] == "train" and "--resume" not in words:
-        words[2:2] = [*OVERRIDES, *TEXT]  # what the README changes comes after, and counts
-    monkeypatch.setattr("sys.stdin", io.StringIO("def f(x):\n"))  # for chat
-    assert main(words) == 0, capsys.readouterr().err
+    for line in RUN:
+        program, *words = shlex.split(line, comments=True)
+        assert program == ".venv/bin/perilune", f"{line}: say behind it what it needs"
+        if words[0] == "train" and "--resume" not in words:
+            words[2:2] = [*OVERRIDES, *TEXT]  # what the README changes comes after, and counts
+        monkeypatch.setattr("sys.stdin", io.StringIO("def f(x):\n"))  # for chat
+        assert main(words) == 0, f"{line}: {capsys.readouterr().err}"
