@@ -396,7 +396,7 @@ def test_eval_gives_the_run_its_result_again(finished, texts, capsys):
     assert main(["eval", str(folder)]) == 0
     assert capsys.readouterr().out == f"{bits:.4f} bits per byte over {size:,} bytes\n"
     assert main(["eval", str(folder), "--context", "100000"]) == 0  # longer than anything
-    assert float(capsys.readouterr().out.split()[0]) != pytest.approx(bits, abs=1e-3)
+    assert float(capsys.readouterr().out.split()[0]) != pytest.approx(bits, abs=2e-4)
 
 
 def held_out(folder):

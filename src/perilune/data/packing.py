@@ -173,8 +173,16 @@ def _cut(starts: np.ndarray, lengths: np.ndarray, context: int) -> tuple[np.ndar
 
 def packed(ids: np.ndarray, labels: np.ndarray, starts: np.ndarray, answers: np.ndarray | None = None) -> Batch:
     """Arrays, laid out as in a Segment, as one row of tensors."""
-    row = [None if x is None else torch.from_numpy(x.astype(np.int64))[None] for x in (ids, labels, answers)]
-    return Batch(row[0], row[1], torch.from_numpy(np.append(starts, len(ids)).astype(np.int64)), row[2])
+    return Batch(
+        _tensor(ids)[None],
+        _tensor(labels)[None],
+        _tensor(np.append(starts, len(ids))),
+        None if answers is None else _tensor(answers)[None],
+    )
+
+
+def _tensor(x: np.ndarray) -> Tensor:
+    return torch.from_numpy(x.astype(np.int64))
 
 
 def _flatten(documents: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

@@ -28,9 +28,10 @@ class Feed:
 
     `begin` a stage, then `next` gives its batches; `state_dict` is the place in all streams.  `tokenizer` is given when
     a run goes on or starts from another's; otherwise the one that the configuration names is loaded, or a new one
-    trained.  Raises DataError where a source has too little to learn from or nothing to be judged on, or no document long
-    enough for a stage, or a stage's context is too short for a task; ConfigError for a stage that mixes what is not
-    there.
+    trained.
+
+    Raises DataError where a source has too little to learn from or nothing to be judged on, or no document long enough
+    for a stage, or a stage's context is too short for a task; ConfigError for a stage that mixes what is not there.
     """
 
     def __init__(

@@ -31,8 +31,8 @@ class K3Output:
     loss: Tensor | None = None
     """The scalar to minimise: next-token loss plus the weighted others."""
     losses: dict[str, Tensor] = field(default_factory=dict)
-    """Its unweighted parts, for the record: `next_token`; `answers` where some were given; `mtp` and `balance` where the
-    model has them."""
+    """Its unweighted parts, for the record: `next_token`; `answers` where some were given; `mtp` and `balance` where
+    the model has them."""
     cache: HybridCache | None = None
 
 
