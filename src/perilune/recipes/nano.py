@@ -10,7 +10,7 @@ from perilune.train.config import DataConfig, OptimizerConfig, Run, Stage
 
 
 def nano() -> Run:
-    """1.9M tokens: the four stages one after the other."""
+    """2.0M tokens: the four stages one after the other."""
     return ladder(nano_128(), nano_512(), nano_2k(), nano_8k())
 
 
@@ -28,7 +28,7 @@ def nano_512() -> Run:
     """Longer documents, and several together: records to be added up, statements between shuffled documents."""
     return _run(
         Stage(
-            name="512", context=512, batch_tokens=2048, tokens=600_000, lr=5e-3, lr_end=2e-3,
+            name="512", context=512, batch_tokens=2048, tokens=640_000, lr=5e-3, lr_end=2e-3,
             mix={"text": 0.57, "needle": 0.35, "aggregation": 0.04, "scattered": 0.04},
         )
     )  # fmt: skip
@@ -38,7 +38,7 @@ def nano_2k() -> Run:
     """Reasoning chains: variables set from variables, files that name files."""
     return _run(
         Stage(
-            name="2k", context=2048, batch_tokens=2048, tokens=500_000, lr=3e-3, lr_end=8e-4,
+            name="2k", context=2048, batch_tokens=2048, tokens=560_000, lr=3e-3, lr_end=8e-4,
             mix={"text": 0.57, "needle": 0.35, "variables": 0.04, "files": 0.04},
         )
     )  # fmt: skip

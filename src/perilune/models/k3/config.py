@@ -104,7 +104,7 @@ class K3Config(Config):
     balance: BalanceConfig = BalanceConfig()
     mtp_loss_weight: float = 0.1
     balance_loss_weight: float = 1.0
-    answer_loss_weight: float = 0.4
+    answer_loss_weight: float = 0.45
 
     def __post_init__(self) -> None:
         self._check_sizes()
