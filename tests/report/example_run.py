@@ -52,7 +52,8 @@ def metrics(seed: int = 0, loss: float = 0.0, uneven: float = 0.05, dead: float 
                     "step": step, "stage": name, "tokens": tokens,
                     "lr": peak * (0.25 + 0.375 * (1 + math.cos(math.pi * u))),
                     "seconds": (0.6 + 0.25 * place) * math.exp(rng.normal(0, 0.05)) * (5 if i == 0 else 1),
-                    "losses": {"next_token": nats, "mtp": nats + 0.4 + 1.2 * math.exp(-tokens / 90_000)},
+                    "losses": {"next_token": nats, "mtp": nats + 0.4 + 1.2 * math.exp(-tokens / 90_000)}
+                    | ({"answers": 0.5 + 3.5 * math.exp(-tokens / 200_000)} if i % 3 else {}),
                     "grad_norm": 0.4 + 1.5 * math.exp(-step / 20) + abs(rng.normal(0, 0.05)),
                     "gini": uneven + 0.2 * math.exp(-step / 12) + abs(rng.normal(0, 0.004)),
                     "max_violation": 4 * uneven + 0.8 * math.exp(-step / 15) + abs(rng.normal(0, 0.03)), "dead": dead,

@@ -70,14 +70,16 @@ def loss(run: RunFiles) -> Chart | None:
     steps = run.steps
     if steps is None or not len(measures.known(steps.next_token)):
         return None
-    blue, orange = colour(0), colour(1)
+    blue, kept = colour(0), evenly(len(steps))
     traces = raw_and_smooth(steps, steps.next_token)
     keys = [Key("smoothed", blue), Key("each step", blue, "faint")]
-    if len(measures.known(steps.mtp)):
-        name, kept = "one token further (MTP)", evenly(len(steps))
-        x, smooth = steps.tokens[kept].tolist(), measures.smoothed(steps.mtp, steps.parts)[kept]
-        traces.append(line(x, smooth, name, orange, line={"dash": "dash"}))
-        keys.append(Key(name, orange, "dash"))
+    others = {"one token further (MTP)": (steps.mtp, colour(1), "dash"), "answers": (steps.answers, colour(2), "dot")}
+    for name, (values, paint, dash) in others.items():
+        smooth = measures.smoothed(values, steps.parts)[kept]
+        there = np.isfinite(smooth)  # answers are not in every step
+        if there.any():
+            traces.append(line(steps.tokens[kept][there].tolist(), smooth[there], name, paint, line={"dash": dash}))
+            keys.append(Key(name, paint, dash))
     broken = [i for i in range(len(steps)) if not math.isfinite(steps.next_token[i])][:MOST_POINTS]
     if broken:
         floor, pink = float(np.min(measures.known(steps.next_token))), LIGHT["pink"]
@@ -90,7 +92,7 @@ def loss(run: RunFiles) -> Chart | None:
         traces,
         names=True,
         height=380,
-        yaxis=loss_axis(np.concatenate([measures.known(steps.next_token), measures.known(steps.mtp)])),
+        yaxis=loss_axis(np.concatenate([measures.known(x) for x in (steps.next_token, steps.mtp, steps.answers)])),
     )
     return single("loss", "Training loss, nats a token", figure, keys, wide=True)
 

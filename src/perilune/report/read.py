@@ -46,6 +46,8 @@ class Steps:
     lr: Column
     next_token: Column
     mtp: Column
+    answers: Column
+    """Of what tasks ask for; NaN in a step without a task."""
     grad_norm: Column
     gini: Column
     max_violation: Column
@@ -312,6 +314,7 @@ def _step(line: dict[str, Any]) -> dict[str, Any]:
         "tokens": float(_real(line["tokens"])),
         "next_token": _number(losses, "next_token"),
         "mtp": _number(losses, "mtp"),
+        "answers": _number(losses, "answers"),
         **{key: _number(line, key) for key in ("seconds", "lr", "grad_norm", "gini", "max_violation", "dead")},
     }
 
