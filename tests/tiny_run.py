@@ -1,6 +1,7 @@
 """A training run that takes a second: two layers, everything on, two context stages, repetitive text."""
 
 import json
+from pathlib import Path
 
 from perilune.data.corpus import Corpus, Document
 from perilune.data.tokenizer import ByteBPE
@@ -46,6 +47,13 @@ def text(i: int) -> str:
 def corpus() -> Corpus:
     documents = [Document(f"{i:02}.txt", text(i)) for i in range(12)]
     return Corpus(tuple(documents[:-2]), tuple(documents[-2:]))
+
+
+def write_corpus(folder: Path) -> Path:
+    """The files of `corpus()`, as a command reads them."""
+    for document in (*corpus().train, *corpus().held_out):
+        (folder / document.name).write_text(document.text, encoding="utf-8")
+    return folder
 
 
 def trainer(made: Run, *, checkpoint=None, **options) -> Trainer:

@@ -28,7 +28,7 @@ from perilune.data.tokenizer import ByteBPE
 from perilune.models.k3 import K3Model, convert, presets
 from perilune.train import loop
 from perilune.train.folder import read_run
-from tiny_run import OVERRIDES, corpus
+from tiny_run import OVERRIDES, write_corpus
 
 PERILUNE = Path(sys.executable).with_name("perilune")
 BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
@@ -52,10 +52,7 @@ def _own_folder(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("texts")
-    for document in (*corpus().train, *corpus().held_out):
-        (folder / document.name).write_text(document.text, encoding="utf-8")
-    return folder
+    return write_corpus(tmp_path_factory.mktemp("texts"))
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,7 @@ from perilune.train.config import Stage
 from perilune.train.folder import LOCK, read_run, write_json
 from perilune.train.loop import Trainer
 from perilune.train.metrics import Metrics
-from tiny_run import OVERRIDES, corpus
+from tiny_run import OVERRIDES, write_corpus
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process.*fork:DeprecationWarning")
 FINISH = verb.finish
@@ -50,10 +50,7 @@ def _own_folder(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("texts")
-    for document in (*corpus().train, *corpus().held_out):
-        (folder / document.name).write_text(document.text, encoding="utf-8")
-    return folder
+    return write_corpus(tmp_path_factory.mktemp("texts"))
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from perilune.train.config import OptimizerConfig, Stage
 from perilune.train.feed import Feed
 from perilune.train.loop import Trainer
 from perilune.train.metrics import Metrics
-from tiny_run import OVERRIDES, corpus, run, trainer
+from tiny_run import OVERRIDES, run, trainer, write_corpus
 
 # Stages of 3, 4 and 2 steps, and a window of loads that is longer than any of them.
 THREE = (
@@ -321,7 +321,4 @@ def test_killed_fifty_times_at_any_moment(tmp_path, texts, monkeypatch):
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("texts")
-    for document in (*corpus().train, *corpus().held_out):
-        (folder / document.name).write_text(document.text, encoding="utf-8")
-    return folder
+    return write_corpus(tmp_path_factory.mktemp("texts"))

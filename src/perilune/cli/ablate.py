@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perilune.cli.numbers import at_least
+from perilune.cli.train import device_name
 from perilune.core.errors import ConfigError, DataError, nearest
 
 if TYPE_CHECKING:
@@ -36,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--variants", default=",".join(ABLATIONS), help=f"which ({','.join(ABLATIONS)})")
     parser.add_argument("--seeds", type=at_least(1), default=3, help="how many of each, from seed 0 on (3)")
     parser.add_argument("--jobs", type=at_least(1), default=1, help="runs at a time, each on its share of cores (1)")
-    parser.add_argument("--device", action="append", help="auto, cpu or cuda:N; several take turns (auto)")
+    parser.add_argument(
+        "--device", action="append", type=device_name, help="auto, cpu or cuda:N; several take turns (auto)"
+    )
     parser.add_argument(
         "--out", type=Path, default=None, help="where the runs and compare.html go (runs/RECIPE-ablation)"
     )
