@@ -1,0 +1,296 @@
+"""Decoding with KDA: one fused step for many sequences, whose states lie in a pool, and drafts that leave no trace.
+
+A step takes a token from its projections to the input of the layer's last projection:
+
+    q, k, v = silu(conv(qkv)),   q, k /= sqrt(|.|^2 + 1e-6),   g = gate(z),   b = sigmoid(beta)
+    S = (I - b k k^T) Diag(exp g) S + b k v^T,   o = scale * S^T q                 (Kimi Linear paper; K3 report)
+    y = sigmoid(out_gate) * norm_weight * o / sqrt(mean(o^2) + norm_eps)
+
+Everything between inputs and y is float32 (float64 where the pool is); y is rounded once.
+
+A state written over cannot be taken back.  So drafted tokens are worked through on top of a state that stays as it is,
+and the pool keeps their inputs, sixty times smaller.  Once it is known how many were right, those are worked through
+again, by the same instructions in the same order, and the state is what it would be had no other token been seen.
+"""
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from os import environ
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from perilune.core.backends import Backends
+from perilune.core.errors import ShapeError
+from perilune.ops.autocast import without_autocast
+from perilune.ops.kda.api import kda_step
+from perilune.ops.kda.gate import Gate
+
+MAX_STATE = 1 << 14  # elements of a head's state that the kernel holds in registers, sides rounded up to powers of two
+
+
+@dataclass(frozen=True, eq=False)
+class KdaPool:
+    """What decoding remembers of S sequences of one layer, a slot each; written in place, K-first like every state.
+
+    Hand a slot to a sequence by writing `state[slot]` and `window[slot]`: zeros, or what a prompt left behind, as
+    `kda` and `short_conv` return it.
+    """
+
+    state: Tensor
+    """[S, H, K, V], float32."""
+    window: Tensor
+    """[S, W-1, H*(2K+V)], the last rows of q | k | v before the convolution, oldest first."""
+    draft_qkv: Tensor
+    """[S, D, H*(2K+V)], the inputs of up to D drafted tokens."""
+    draft_z: Tensor
+    """[S, D, H, K]."""
+    draft_beta: Tensor
+    """[S, D, H]."""
+
+    @classmethod
+    def zeros(
+        cls,
+        slots: int,
+        heads: int,
+        K: int,
+        V: int,
+        *,
+        width: int = 4,
+        drafts: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> "KdaPool":
+        """For convolutions of `width` taps, up to `drafts` drafted tokens and projections of `dtype`."""
+        rows, state_dtype = heads * (2 * K + V), torch.promote_types(dtype, torch.float32)
+        return cls(
+            torch.zeros(slots, heads, K, V, dtype=state_dtype, device=device),
+            torch.zeros(slots, width - 1, rows, dtype=dtype, device=device),
+            torch.zeros(slots, drafts, rows, dtype=dtype, device=device),
+            torch.zeros(slots, drafts, heads, K, dtype=dtype, device=device),
+            torch.zeros(slots, drafts, heads, dtype=dtype, device=device),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class KdaWeights:
+    """The parameters between a layer's projections."""
+
+    conv: Tensor
+    """[H*(2K+V), W] or [H*(2K+V), 1, W], the filters of q, k and v one below the other."""
+    gate: Gate
+    """BoundedGate or SoftplusGate."""
+    norm: Tensor
+    """[V], one scale of the output norm for all heads."""
+    norm_eps: float = 1e-5
+    scale: float | None = None
+    """Of the output before its norm; K**-0.5 if None."""
+
+
+@torch.no_grad()
+def kda_decode(
+    qkv: Tensor,
+    z: Tensor,
+    beta: Tensor,
+    out_gate: Tensor,
+    pool: KdaPool,
+    slots: Tensor,
+    weights: KdaWeights,
+    *,
+    draft: bool = False,
+    accepted: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """The next T tokens of N sequences: the step at the head of this file for each, on states in `pool`.
+
+    Args:
+        qkv: [N, T, H*(2K+V)] projections before the convolution, all heads' q, then k, then v; in the pool's dtype.
+        z: [N, T, H, K] logits of the decay, before the gate's bias; in the pool's dtype.
+        beta: [N, T, H] logits of the write strength; in the pool's dtype.
+        out_gate: [N, T, H, V] logits of the output gate.
+        pool: is written to.
+        slots: [N] int32 or int64, the sequences' places in the pool, each at most once.  A negative one is padding:
+            nothing is read or written for it, and its outputs are zero.
+        weights: of the layer.
+        draft: the tokens are guesses.  States and windows stay as they are; the tokens' inputs are kept in the pool,
+            in place of earlier drafts.
+        accepted: [N] int32 or int64, how many of the drafts kept by the call before were right, the first ones.  They
+            become part of state and window first, at no further pass over the state; all others are forgotten.
+            None is zero.
+        backend: "auto", "triton" or "reference".
+
+    Returns:
+        [N, T, H, V] in out_gate's dtype.
+
+    Shapes alone decide what is launched, and nothing is read back, so a call can be captured in a CUDA graph.  The
+    price: values of `slots` and `accepted` are checked on the CPU only.  On a device a slot past the pool gives NaN and
+    writes nothing, and `accepted` is clamped to what the pool has room for.  There are no gradients.
+
+    Raises ShapeError for tensors that do not fit together, BackendError for a backend that cannot serve the call.
+    """
+    _check(qkv, z, beta, out_gate, pool, slots, weights, draft, accepted)
+    arguments = qkv, z, beta, out_gate, pool, slots, weights, draft, accepted
+    with without_autocast(qkv):
+        return BACKENDS.pick(backend, *arguments)(*arguments)
+
+
+def kda_accept(pool: KdaPool, slots: Tensor, accepted: Tensor, weights: KdaWeights, *, backend: str = "auto") -> None:
+    """Makes the first `accepted: [N]` drafts of the last `kda_decode` part of state and window; no new token.
+
+    For the end of a drafted stretch: in the midst of one, give `accepted` to the next `kda_decode` instead.
+    Arguments and errors are as there.
+    """
+    H, V = pool.state.shape[1], pool.state.shape[3]
+    N = len(slots)
+    qkv, z, beta = (x.new_empty(N, 0, *x.shape[2:]) for x in (pool.draft_qkv, pool.draft_z, pool.draft_beta))
+    kda_decode(qkv, z, beta, qkv.new_empty(N, 0, H, V), pool, slots, weights, accepted=accepted, backend=backend)
+
+
+def reference(
+    qkv: Tensor,
+    z: Tensor,
+    beta: Tensor,
+    out_gate: Tensor,
+    pool: KdaPool,
+    slots: Tensor,
+    weights: KdaWeights,
+    draft: bool,
+    accepted: Tensor | None,
+) -> Tensor:
+    """One sequence after another, one token after another, by `kda_step`."""
+    N, T = qkv.shape[:2]
+    _, H, K, V = pool.state.shape
+    dtype = pool.state.dtype
+    taps = weights.conv.flatten(1).T.to(dtype)  # [W, H*(2K+V)]
+    W = len(taps)
+    o = out_gate.new_zeros(N, T, H, V)
+    for n, (slot, replayed) in enumerate(zip(slots.tolist(), [0] * N if accepted is None else accepted.tolist())):
+        if slot < 0:
+            continue
+        rows = torch.cat([pool.window[slot], pool.draft_qkv[slot, :replayed], qkv[n]])  # [W-1 + replayed + T, ...]
+        logits = torch.cat([pool.draft_z[slot, :replayed], z[n]]).to(dtype)
+        strengths = torch.cat([pool.draft_beta[slot, :replayed], beta[n]]).to(dtype)
+        states = [pool.state[slot : slot + 1]]
+        for c in range(replayed + T):
+            u = silu((rows[c : c + W].to(dtype) * taps).sum(0))
+            q, k, v = (x.view(1, H, -1) for x in u.split((H * K, H * K, H * V)))
+            read, state = kda_step(
+                q, k, v, logits[c : c + 1], strengths[c : c + 1], states[-1],
+                scale=weights.scale, gate=weights.gate, normalize_qk=True, beta_logits=True,
+            )  # fmt: skip
+            states.append(state)
+            if c >= replayed:
+                normal = read[0] * torch.rsqrt(read[0].square().mean(-1, keepdim=True) + weights.norm_eps)
+                t = c - replayed
+                o[n, t] = normal * weights.norm.to(dtype) * out_gate[n, t].to(dtype).sigmoid()
+        kept = replayed if draft else replayed + T
+        pool.state[slot] = states[kept][0]
+        pool.window[slot] = rows[kept : kept + W - 1]
+        if draft:
+            for drafts, new in ((pool.draft_qkv, qkv), (pool.draft_z, z), (pool.draft_beta, beta)):
+                drafts[slot, :T] = new[n]
+    return o
+
+
+def _triton(*arguments: Any) -> Tensor:
+    from perilune.ops.kda.kernels.decode import decode  # Triton is not everywhere, and not quick to load
+
+    return decode(*arguments)
+
+
+def _triton_refuses(
+    qkv: Tensor,
+    z: Tensor,
+    beta: Tensor,
+    out_gate: Tensor,
+    pool: KdaPool,
+    slots: Tensor,
+    weights: KdaWeights,
+    draft: bool,
+    accepted: Tensor | None,
+) -> str | None:
+    K, V = pool.state.shape[2:]
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    if not qkv.is_cuda and environ.get("TRITON_INTERPRET") != "1":
+        return f"tensors are on {qkv.device.type}"
+    if any(x.dtype not in (torch.float32, torch.bfloat16, torch.float16) for x in (qkv, out_gate)):
+        return f"it takes float32, bfloat16 and float16, not {qkv.dtype} and {out_gate.dtype}"
+    if pool.state.dtype != torch.float32:
+        return f"it keeps states in float32, not {pool.state.dtype}"
+    if not all(x.is_contiguous() for x in (pool.state, pool.window, pool.draft_qkv, pool.draft_z, pool.draft_beta)):
+        return "the pool is not contiguous"
+    if (1 << (K - 1).bit_length()) * (1 << (V - 1).bit_length()) > MAX_STATE:
+        return f"a head's state of {K} x {V} does not fit into registers"
+    return None
+
+
+BACKENDS = Backends("kda_decode")  # best first
+BACKENDS.register("triton", _triton, _triton_refuses)
+BACKENDS.register("reference", reference)
+
+
+def _check(
+    qkv: Tensor,
+    z: Tensor,
+    beta: Tensor,
+    out_gate: Tensor,
+    pool: KdaPool,
+    slots: Tensor,
+    weights: KdaWeights,
+    draft: bool,
+    accepted: Tensor | None,
+) -> None:
+    if pool.state.dim() != 4 or qkv.dim() != 3:
+        raise ShapeError(
+            f"pool, qkv: expected a state [S, H, K, V] and [N, T, H*(2K+V)], got {list(pool.state.shape)} and "
+            f"{list(qkv.shape)}; make the pool with KdaPool.zeros"
+        )
+    S, H, K, V = pool.state.shape
+    N, T = qkv.shape[:2]
+    D, W, width = pool.draft_qkv.shape[1], weights.conv.shape[-1], H * (2 * K + V)
+    conv = [width, 1, W] if weights.conv.dim() == 3 else [width, W]
+    for name, x, shape in (
+        ("qkv", qkv, [N, T, width]),
+        ("z", z, [N, T, H, K]),
+        ("beta", beta, [N, T, H]),
+        ("out_gate", out_gate, [N, T, H, V]),
+        ("slots", slots, [N]),
+        ("accepted", accepted, [N]),
+        ("pool.window", pool.window, [S, W - 1, width]),
+        ("pool.draft_qkv", pool.draft_qkv, [S, D, width]),
+        ("pool.draft_z", pool.draft_z, [S, D, H, K]),
+        ("pool.draft_beta", pool.draft_beta, [S, D, H]),
+        ("weights.conv", weights.conv, conv),
+        ("weights.gate", weights.gate.dt_bias, [H, K]),
+        ("weights.norm", weights.norm, [V]),
+    ):
+        if x is not None and list(x.shape) != shape:
+            raise ShapeError(f"{name}: expected {shape}, got {list(x.shape)}; pool {[S, H, K, V]} is [S, H, K, V]")
+        if x is not None and x.device != pool.state.device:
+            raise ShapeError(f"{name}: expected a tensor on {pool.state.device}, got {x.device}; move it to the pool's")
+    for name, x, held in (
+        ("qkv", qkv, pool.window),
+        ("qkv", qkv, pool.draft_qkv),
+        ("z", z, pool.draft_z),
+        ("beta", beta, pool.draft_beta),
+    ):
+        if x.dtype != held.dtype:
+            raise ShapeError(f"{name}: expected the pool's {held.dtype}, got {x.dtype}; make the pool with that dtype")
+    for name, x in (("slots", slots), ("accepted", accepted)):
+        if x is not None and x.dtype not in (torch.int32, torch.int64):
+            raise ShapeError(f"{name}: expected int32 or int64, got {x.dtype}; give one integer a sequence")
+    if draft and T > D:
+        raise ShapeError(f"qkv: expected at most {D} drafted tokens, got {T}; make the pool with drafts={T}")
+    if slots.device.type == "cpu":  # elsewhere a look at the values would wait for the device
+        _check_values(slots.tolist(), [] if accepted is None else accepted.tolist(), S, D)
+
+
+def _check_values(slots: list[int], accepted: list[int], S: int, D: int) -> None:
+    used = [slot for slot in slots if slot >= 0]
+    if len(set(used)) < len(used) or any(slot >= S for slot in used):
+        raise ShapeError(f"slots: expected different ones below {S}, got {slots}; two sequences cannot share a state")
+    if any(not 0 <= count <= D for count in accepted):
+        raise ShapeError(f"accepted: expected 0 to {D}, got {accepted}; the pool holds no more drafts")
