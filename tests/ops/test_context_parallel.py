@@ -394,7 +394,7 @@ def run_rank(rank: int, folder: str) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4, timeout=timedelta(minutes=3)
     )
     groups = [dist.new_group(members) for members in GROUPS]
     for members, group in zip(GROUPS, groups):
