@@ -175,6 +175,21 @@ def test_the_rate_follows_the_schedule_and_the_first_step_moves(train):
     assert {group["lr"] for group in trainer.optimizer.param_groups} == {1e-3}
 
 
+def test_stages_keep_their_rates_where_batches_are_short():
+    """Samples of tasks are never cut: with nothing beside them a batch holds 256 of the 400 tokens."""
+    needles = Stage(
+        name="first", context=256, batch_tokens=400, tokens=1600, lr=1e-3, lr_end=1e-4, warmup=0.5, mix={"needle": 1}
+    )
+    trainer, rates, tokens = tiny(run(stages=(needles, needles.replace(name="second")))), [], []
+    while trainer.steps_done < trainer.steps:
+        progress = trainer._advance()
+        rates.append(progress.lr)
+        tokens.append(progress.tokens)
+    assert tokens == [256 * (i + 1) for i in range(8)]
+    assert rates[:4] == pytest.approx([5e-4, 1e-3, 5.5e-4, 1e-4])
+    assert rates[4:] == pytest.approx([5.5e-4, 1e-3, 5.5e-4, 1e-4])
+
+
 # a step that went wrong
 
 

@@ -186,7 +186,7 @@ class Trainer:
         Raises Diverged where the loss or its gradient is no number, and leaves model and optimizer as they were.
         """
         tokens = self.tokens_done + batch.input_ids.numel()
-        self._set_lr(self.schedule.lr(tokens))  # the rate at the step's end: at its beginning the first would be 0
+        self._set_lr(self._next_lr())
         clipping = self._clipping()
         for attention in self.attentions.values():
             attention.track_max_logits = clipping
@@ -246,6 +246,16 @@ class Trainer:
             balancer.discard()
         for attention in self.attentions.values():
             attention.max_logits = None
+
+    def _next_lr(self) -> float:
+        """The rate at the next step's end: at its beginning the first would be 0.
+
+        Batches count as `batch_tokens` each: those of whole samples may be shorter, and stages would blur.
+        """
+        number = self._stage_index
+        before = sum(stage.steps * stage.batch_tokens for stage in self.run.stages[:number])
+        within = self.steps_done + 1 - (self._ends[number - 1] if number else 0)
+        return self.schedule.lr(before + within * self.stage.batch_tokens)
 
     def _set_lr(self, lr: float) -> None:
         for group in self.optimizer.param_groups:
