@@ -68,6 +68,17 @@ def test_a_mix_of_what_is_not_there_is_refused() -> None:
         feed(STAGES[0], LONG.replace(mix={"text": 1, "needles": 1}))
 
 
+def test_a_source_called_like_a_task_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"data\.sources: expected names apart from those of tasks, got 'files'"):
+        feed(text=corpus(), files=corpus())
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused() -> None:
+    bpe = ByteBPE.train(["no pair"], 301, special_tokens=[f"<|{i}|>" for i in range(44)])
+    with pytest.raises(ConfigError, match=r"model\.vocab_size: expected at least the tokenizer's 301, got 300"):
+        Feed(run(), bpe, {"text": corpus()})
+
+
 def test_a_context_too_short_for_a_task_is_refused_whichever_stage_has_it() -> None:
     with pytest.raises(DataError, match=r"needle: expected a length of at least .* tokens, got 48"):
         feed(LONG, STAGES[1].replace(mix={"text": 1, "needle": 1}))

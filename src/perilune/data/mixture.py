@@ -1,6 +1,6 @@
 """Batches filled from several streams by weight."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -36,9 +36,7 @@ class Mixture:
 
         Raises ConfigError for a stream that is not there, DataError where `min_document` leaves no text.
         """
-        for name in weights:
-            if name not in self.streams:
-                raise ConfigError(f"mix: there is no source or task called {name!r}; {nearest(name, self.streams)}")
+        check_mix(weights, self.streams)
         if tokens < context:
             raise ConfigError(
                 f"tokens: expected at least {context} (context), got {tokens}; a batch holds whole pieces"
@@ -115,6 +113,13 @@ class Mixture:
             except DataError as error:
                 raise DataError(f"{name}: {error}") from None
         self._given = {name: int(tokens) for name, tokens in state["given"].items()}
+
+
+def check_mix(names: Iterable[str], known: Collection[str]) -> None:
+    """Raises ConfigError for one of the `names` in a mix that is none of the `known` ones."""
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"mix: there is no source or task called {name!r}; {nearest(name, known)}")
 
 
 def _answers(segments: list[Segment]) -> np.ndarray | None:

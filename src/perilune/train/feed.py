@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from perilune.core.errors import ConfigError, DataError, nearest
+from perilune.core.errors import ConfigError, DataError
 from perilune.data.corpus import Corpus, Document
-from perilune.data.mixture import Mixture
+from perilune.data.mixture import Mixture, check_mix
 from perilune.data.packing import Batch
 from perilune.data.source import open_source
 from perilune.data.stream import Stream
@@ -31,7 +31,8 @@ class Feed:
     trained.
 
     Raises DataError where a source has too little to learn from or nothing to be judged on, or no document long enough
-    for a stage, or a stage's context is too short for a task; ConfigError for a stage that mixes what is not there.
+    for a stage, or a stage's context is too short for a task; ConfigError for a stage that mixes what is not there, a
+    source that is called like a task, a tokenizer with more tokens than the model has.
     """
 
     def __init__(
@@ -43,15 +44,20 @@ class Feed:
         self._seed = run.seed
         used = list(dict.fromkeys(chain.from_iterable(stage.mix for stage in run.stages)))
         sources = run.data.sources
-        for name in used:
-            if name not in sources and name not in TASKS:
-                raise ConfigError(
-                    f"mix: there is no source or task called {name!r}; {nearest(name, {*sources, *TASKS})}"
-                )
+        if ambiguous := sources.keys() & TASKS.keys():
+            raise ConfigError(
+                f"data.sources: expected names apart from those of tasks, got {min(ambiguous)!r}; choose another"
+            )
+        check_mix(used, {*sources, *TASKS})  # before anything is read
         self.corpora = dict(corpora or {name: open_source(source) for name, source in sources.items()})
         for name, corpus in self.corpora.items():
             _check(name, corpus)
         self.tokenizer = tokenizer or self._find_tokenizer(run)
+        if self.tokenizer.vocab_size > run.model.vocab_size:
+            raise ConfigError(
+                f"model.vocab_size: expected at least the tokenizer's {self.tokenizer.vocab_size}, got "
+                f"{run.model.vocab_size}; raise it, or use another tokenizer"
+            )
         self.batches = Mixture({name: self._stream(name) for name in used})
         for stage in run.stages:  # what does not fit the last one shows now
             self.begin(stage)
