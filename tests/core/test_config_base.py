@@ -59,6 +59,7 @@ def test_a_configuration_survives_json():
 
 
 whole_numbers = st.integers(1, 10**6)
+any_whole = st.integers(1 - 2**63, 2**63 - 1)
 parts = st.builds(Part, size=whole_numbers, name=st.text(max_size=5), rate=st.floats(allow_nan=False))
 wholes = st.builds(
     Whole,
@@ -68,8 +69,8 @@ wholes = st.builds(
     kind=st.sampled_from(["a", "b"]),
     limit=st.none() | st.floats(allow_nan=False),
     block=st.none() | whole_numbers | st.just("full"),
-    pair=st.tuples(st.integers(), st.text(max_size=3)),
-    numbers=st.lists(st.integers(), max_size=3),
+    pair=st.tuples(any_whole, st.text(max_size=3)),
+    numbers=st.lists(any_whole, max_size=3),
     options=st.dictionaries(st.text(max_size=3), st.floats(allow_nan=False), max_size=3),
     anything=st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists, max_leaves=4),
 )
@@ -199,6 +200,9 @@ def test_the_last_of_two_holds():
         ("part=1", "part: expected an object, got 1"),
         ("part.size=many", "part.size: expected int, got 'many'"),
         ("part.size=" + "[" * 100_000, "part.size: expected int, got '[["),
+        ("part.size=" + "1" * 5000, "part.size: expected int, got '11"),
+        ("part.size=" + "1" * 400, "part.size: expected a whole number below 2^63, got 11"),
+        (f"part.size={2**63}", "part.size: expected a whole number below 2^63, got 9223372036854775808"),
     ],
 )
 def test_overrides_that_cannot_be(text, expected):
@@ -224,6 +228,10 @@ STAGE = {"name": "s", "context": 8, "batch_tokens": 16, "tokens": 32, "lr": 1e-2
         (Stage, {"lr": 0.0}, "lr: expected a finite rate above 0"),
         (Stage, {"lr": float("nan")}, "lr: expected a finite rate above 0"),
         (Stage, {"lr": float("inf")}, "lr: expected a finite rate above 0"),
+        (Stage, {"lr": 1e38}, "lr: expected a finite rate above 0"),
+        (Stage, {"lr_end": 1e38}, "lr_end: expected a finite rate of at least 0"),
+        (Stage, {"mix": {"text": 0.0}}, "mix: expected finite shares of at least 0, one of them above, got"),
+        (Stage, {"mix": {"text": 1e308, "needle": 1e308}}, "mix: expected finite shares of at least 0"),
         (Stage, {"lr_end": -1e-3}, "lr_end: expected a finite rate of at least 0"),
         (Stage, {"warmup": 1.0}, "warmup: expected a share of the stage in [0, 1), got 1.0"),
         (DataConfig, {"vocab_size": 256}, "vocab_size: expected at least 257, got 256"),
@@ -244,6 +252,7 @@ def test_a_run_is_refused_when_built(cls, values, expected):
     ("changes", "expected"),
     [
         ({"stages": ()}, "stages: expected at least one, got none"),
+        ({"stages": (Stage(**STAGE), Stage(**STAGE))}, "stages: expected a name of its own for each, got s, s"),
         ({"seed": -1}, "seed: expected a number from 0"),
         ({"seed": 2**63}, "seed: expected a number from 0"),
         ({"load_window": 0}, "load_window: expected at least 1, got 0"),
@@ -278,6 +287,6 @@ def test_steps_are_whole_and_the_schedule_counts_them():
     stage = Stage(**{**STAGE, "tokens": 41})  # 2.56 steps of 16
     assert stage.steps == 3
     assert Stage(**{**STAGE, "tokens": 1}).steps == 1
-    made = run(stages=(stage, stage.replace(tokens=16)))
+    made = run(stages=(stage, stage.replace(name="t", tokens=16)))
     assert made.schedule.tokens == 64
     assert made.schedule.lr(48) == made.schedule.lr(64) == 1e-3

@@ -85,6 +85,7 @@ def test_checking_makes_nothing(tmp_path, finished):
     ("content", "expected"),
     [
         (None, "expected a run, found no run.json"),
+        (b"[" * 100_000, "expected a run's configuration, got maximum recursion depth"),
         (b"{", "run.json: expected a run's configuration, got"),
         (b"\xff", "run.json: expected a run's configuration, got"),
         (b"[]", "run.json: Run: expected an object"),

@@ -16,6 +16,9 @@ from typing import Any, Self
 
 from perilune.core.errors import ConfigError, nearest
 
+LARGEST = 2**63
+"""What whole numbers stay below: tensors and files count no further."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
@@ -77,7 +80,7 @@ def _parse(text: str, instead_of: Any) -> Any:
     """The value `text` spells; where it replaces text, `512` and `true` are text too."""
     try:
         value = json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):  # thousands of digits among them
         value = {"True": True, "False": False, "None": None}.get(text, text)
     return text if isinstance(instead_of, str) and not isinstance(value, str) else value
 
@@ -122,8 +125,10 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         return {k: _convert(args[1], v, f"{where}.{k}") for k, v in value.items()}
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return value if isinstance(value, hint) else _build(hint, value, where + ".")
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        require(abs(value) < LARGEST, where, "a whole number below 2^63", value, "no size or length is larger")
+        if hint is float:
+            return float(value)
     fits = isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool)
     require(fits, where, hint.__name__, repr(value), "give a value of that type")
     return value

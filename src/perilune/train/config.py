@@ -8,6 +8,9 @@ from perilune.data.source import TextSource
 from perilune.models.k3.config import K3Config
 from perilune.optim.schedule import LearningRateStage, Schedule
 
+LARGEST_RATE = 1e38
+"""Weights and what is added to them are float32, where anything above is infinite."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Config):
@@ -56,14 +59,15 @@ class Stage(Config):
             self.context,
             "a step holds at least one whole context",
         )
-        require(0 < self.lr < math.inf, "lr", "a finite rate above 0", self.lr, "1e-2 suits Muon")
+        require(0 < self.lr < LARGEST_RATE, "lr", "a finite rate above 0", self.lr, "1e-2 suits Muon")
         require(
-            0 <= self.lr_end < math.inf, "lr_end", "a finite rate of at least 0", self.lr_end, "a tenth of lr is usual"
-        )
+            0 <= self.lr_end < LARGEST_RATE,
+            "lr_end", "a finite rate of at least 0", self.lr_end, "a tenth of lr is usual",
+        )  # fmt: skip
         shares = self.mix.values()
         require(
-            all(0 <= share < math.inf for share in shares) and sum(shares) > 0,
-            "mix", "shares of at least 0, one of them above", self.mix, 'write {"text": 1}',
+            all(share >= 0 for share in shares) and 0 < sum(shares) < math.inf,
+            "mix", "finite shares of at least 0, one of them above", self.mix, 'write {"text": 1}',
         )  # fmt: skip
         _at_least(self, 0, "min_document", advice="0 takes every document")
         require(0 <= self.warmup < 1, "warmup", "a share of the stage in [0, 1)", self.warmup, "write 0.01 for 1 %")
@@ -114,6 +118,11 @@ class Run(Config):
 
     def __post_init__(self) -> None:
         require(bool(self.stages), "stages", "at least one", "none", "add a Stage")
+        names = [stage.name for stage in self.stages]
+        require(
+            len(set(names)) == len(names),
+            "stages", "a name of its own for each", ", ".join(names), "what a run writes is told apart by them",
+        )  # fmt: skip
         require(0 <= self.seed < 2**63, "seed", "a number from 0 to below 2^63", self.seed, "any will do")
         _at_least(self, 1, "load_window", advice="50 steps serve well")
         _at_least(self, 1, "checkpoint_every", advice="100 steps serve well")

@@ -96,7 +96,7 @@ def read_run(folder: Path) -> Run:
         raise CheckpointError(
             f"{folder}: expected a run, found no run.json; give a folder that training made"
         ) from None
-    except ValueError as error:  # no JSON, or no UTF-8
+    except (ValueError, RecursionError) as error:  # no JSON, or no UTF-8
         raise CheckpointError(f"{path}: expected a run's configuration, got {error}; the file is damaged") from None
     try:
         return Run.from_dict(values)
