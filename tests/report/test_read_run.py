@@ -150,3 +150,13 @@ def test_deep_nesting_and_huge_numbers_are_damage(folder):
     assert read_run(folder).result is None
     (folder / "result.json").write_text('{"seconds": 1' + "0" * 400 + "}")
     assert read_run(folder).result is None
+
+
+@pytest.mark.parametrize("count", [-1, 1e30, math.inf, math.nan])
+@pytest.mark.parametrize("key", ["step", "tokens"])
+def test_a_count_that_is_none_damages_its_line(folder, key, count):
+    broken = lines(folder)
+    broken[-1][key] = count
+    run = read_run(example_run.write(folder, {"metrics.jsonl": broken}))
+    assert len(run.steps) == len(broken) - 1
+    assert run.notes == ["1 line of metrics.jsonl could not be read, and was left out."]

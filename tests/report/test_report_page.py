@@ -169,6 +169,14 @@ def test_samples_are_shown_as_they_are(tmp_path):
     assert "def def f():\n  return 1" in page_of(example_run.write(tmp_path / "run", {"result.json": ending})).text
 
 
+def test_half_a_surrogate_pair_is_spelled_out(tmp_path):
+    folder = example_run.healthy(tmp_path / "run")
+    result = json.loads((folder / "result.json").read_text())
+    result["samples"] = [{"prompt": "a", "text": "\ud800!"}]
+    example_run.write(folder, {"result.json": result})
+    assert "<b>a</b>\\ud800!" in write_report(folder).read_text(encoding="utf-8")
+
+
 def test_json_cannot_leave_its_script():
     values = {"text": "</script><!--<script>&", "n": [1.5, None]}
     text = json_in_html(values)

@@ -165,7 +165,7 @@ def write_page(path: Path, text: str) -> Path:
         raise DataError(f"{path}: expected a file in a folder that exists; choose another place")
     partial = path.with_name(path.name + ".partial")
     try:
-        partial.write_text(text, encoding="utf-8", newline="\n")
+        partial.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")  # half a pair has no UTF-8
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)

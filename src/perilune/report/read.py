@@ -283,7 +283,7 @@ def _maybe(values: dict[str, Any], key: str) -> float | None:
 
 def _count(values: dict[str, Any], key: str) -> int | None:
     value = _maybe(values, key)
-    return None if value is None else int(value)
+    return None if value is None else _whole_number(value)
 
 
 def _share(values: dict[str, Any], key: str) -> float:
@@ -293,8 +293,8 @@ def _share(values: dict[str, Any], key: str) -> float:
     return value
 
 
-def _at_least_one(value: Any) -> int:
-    if _real(value) < 1:
+def _whole_number(value: Any, least: int = 0) -> int:
+    if not least <= _real(value) < 2**63:
         raise ValueError(value)
     return int(value)
 
@@ -309,9 +309,9 @@ def _numbers(values: Iterable[Any]) -> list[float]:
 def _step(line: dict[str, Any]) -> dict[str, Any]:
     losses = _part(line, "losses")
     return {
-        "step": float(_real(line["step"])),
+        "step": float(_whole_number(line["step"])),
         "stage": str(line.get("stage", "")),
-        "tokens": float(_real(line["tokens"])),
+        "tokens": float(_whole_number(line["tokens"])),
         "next_token": _number(losses, "next_token"),
         "mtp": _number(losses, "mtp"),
         "answers": _number(losses, "answers"),
@@ -343,9 +343,9 @@ def _columns(lines: list[dict[str, Any]], notes: list[str]) -> Steps | None:
 
 def _snapshot(line: dict[str, Any]) -> Snapshot:
     return Snapshot(
-        step=int(_real(line["step"])),
+        step=_whole_number(line["step"]),
         stage=str(line.get("stage", "")),
-        tokens=int(_real(line["tokens"])),
+        tokens=_whole_number(line["tokens"]),
         bits_per_byte=_maybe(line, "bits_per_byte"),
         expert_load=_by_layer(line, "expert_load", _numbers),
         depth_attention=[(str(s["sublayer"]), _numbers(s["weights"])) for s in line.get("depth_attention") or []],
@@ -397,20 +397,26 @@ def _long_context(values: dict[str, Any]) -> LongContext:
         for name, lengths in _part(values, "tasks").items()
     }
     curves = {
-        _at_least_one(curve["context"]): [
-            Bucket(int(_real(b["from"])), int(_real(b["to"])), _number(b, "nats"), int(_real(b.get("tokens", 0))))
+        _whole_number(curve["context"], 1): [
+            Bucket(
+                _whole_number(b["from"]),
+                _whole_number(b["to"]),
+                _number(b, "nats"),
+                _whole_number(b.get("tokens", 0)),
+            )
             for b in curve["buckets"]
         ]
         for curve in values.get("loss_by_position") or []
     }
-    return LongContext(_count(values, "trained"), tasks, dict(sorted(curves.items())))
+    trained = None if values.get("trained") is None else _whole_number(values["trained"], 1)
+    return LongContext(trained, tasks, dict(sorted(curves.items())))
 
 
 def _length(values: dict[str, Any]) -> Length:
     return Length(
-        length=_at_least_one(values["length"]),
+        length=_whole_number(values["length"], 1),
         chance=_share(values, "chance"),
-        asked=max(0, _count(values, "asked") or 0),
+        asked=_count(values, "asked") or 0,
         accuracy=_share(values, "accuracy"),
         positions=[
             Position(float(_real(p["from"])), float(_real(p["to"])), _count(p, "asked") or 0, _share(p, "accuracy"))

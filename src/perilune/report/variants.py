@@ -39,7 +39,7 @@ class Sample:
     def spread(self) -> float | None:
         """Standard deviation over seeds; None for one seed."""
         n = len(self.values)
-        return math.sqrt(sum((v - self.mean) ** 2 for v in self.values) / (n - 1)) if n > 1 else None
+        return math.hypot(*(v - self.mean for v in self.values)) / math.sqrt(n - 1) if n > 1 else None
 
 
 @dataclass(frozen=True)
