@@ -677,3 +677,4 @@ def test_without_tensorboard_a_line_says_so(nano, capsys, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
     line = refused(capsys, *nano, "--out", "run", "--tensorboard")
     assert line == "tensorboard: expected the package, found none; pip install 'perilune[tensorboard]'"
+    assert not Path("run").exists()

@@ -82,6 +82,10 @@ def run(args: argparse.Namespace) -> int:
 
         print(json.dumps(recipe.to_dict(), indent=2))
         return 0
+    if args.tensorboard:
+        from perilune.train.tensorboard import summary_writer
+
+        summary_writer()  # one that is missing shows before a folder is made
 
     from rich.console import Console
 

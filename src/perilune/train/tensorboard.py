@@ -2,10 +2,21 @@
 
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from perilune.core.errors import ConfigError
 from perilune.train.loop import Progress
+
+
+def summary_writer() -> Any:
+    """The class that writes for TensorBoard; ConfigError where the package is missing."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ConfigError(
+            "tensorboard: expected the package, found none; pip install 'perilune[tensorboard]'"
+        ) from None
+    return SummaryWriter
 
 
 class TensorBoard:
@@ -15,13 +26,7 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, after: int = 0) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise ConfigError(
-                "tensorboard: expected the package, found none; pip install 'perilune[tensorboard]'"
-            ) from None
-        self._writer = SummaryWriter(str(folder), purge_step=after + 1)
+        self._writer = summary_writer()(str(folder), purge_step=after + 1)
 
     def write(self, progress: Progress) -> None:
         """All figures of one step."""
