@@ -3,11 +3,13 @@
 perilune ablate nano                                        base, sign, aux and plain, three seeds each
 perilune ablate nano --variants base,plain --seeds 5 --jobs 2
 
-Runs that are finished are kept, broken ones are gone on with: the same command again does what is left.
+Runs that are finished are kept, broken ones are gone on with: the same command again does what is left.  A run there
+of another configuration is refused.
 """
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,14 +17,17 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from perilune.cli.numbers import at_least
-from perilune.cli.train import device_name
+from perilune.cli.train import absolute, device_name
 from perilune.core.errors import ConfigError, DataError, nearest
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from perilune.train.config import Run
 
 POLL_SECONDS = 0.5
 LINE_SECONDS = 30.0
@@ -49,22 +54,25 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from perilune import recipes
-    from perilune.report import write_comparison
+    from perilune.report import check_pages, write_comparison
 
     base = recipes.get(args.recipe)
+    check_pages()  # this and what cannot be built show before anything is trained
     folder = args.out or Path("runs") / f"{args.recipe}-ablation"
     commands: dict[Path, list[str]] = {}
     for seed in range(args.seeds):  # so that every variant has one before any has two
         for variant in args.variants.split(","):
             changes = [*args.changes, *changes_of(variant), f"seed={seed}"]
-            base.override(changes)  # what cannot be built shows before anything has been trained
             out = folder / f"{variant}-seed{seed}"
+            check_kept(out, absolute(base.override(changes)))
             commands[out] = ["train", args.recipe, *changes, "--out", str(out)]
+    if len(commands) < 2:
+        raise ConfigError(f"--variants: expected two runs or more, got {len(commands)}; name another, or raise --seeds")
     console = Console()
     train_all(commands, args.jobs, args.device or ["auto"], console)
     page = folder / "compare.html"
     write_comparison(list(commands), page)
-    console.print(f"{page}: {len(commands)} runs side by side", soft_wrap=True)
+    console.print(f"{page}: {len(commands)} runs side by side", markup=False, soft_wrap=True)
     return 0
 
 
@@ -74,6 +82,16 @@ def changes_of(variant: str) -> tuple[str, ...]:
     if variant not in ABLATIONS:
         raise ConfigError(f"--variants: there is none called {variant!r}; {nearest(variant, ABLATIONS)}")
     return ABLATIONS[variant]
+
+
+def check_kept(folder: Path, wanted: "Run") -> None:
+    """Raises ConfigError if the run that is there already has another configuration."""
+    from perilune.train.folder import differences, read_run, spell
+
+    if (folder / "run.json").exists():
+        found = differences(wanted.to_dict(), read_run(folder).to_dict())
+        if found:
+            raise ConfigError(f"{folder}: expected the same run or none, got {spell(found)}; choose another --out")
 
 
 def train_all(commands: dict[Path, list[str]], jobs: int, devices: list[str], console: "Console") -> None:
@@ -95,10 +113,10 @@ def train_all(commands: dict[Path, list[str]], jobs: int, devices: list[str], co
             for folder in [folder for folder, child in active.items() if child.poll() is not None]:
                 if active.pop(folder).returncode:
                     failed.append(folder)
-                console.print(f"{folder}: {'failed' if folder in failed else 'done'}", soft_wrap=True)
+                console.print(f"{folder}: {'failed' if folder in failed else 'done'}", markup=False, soft_wrap=True)
             if active and time.monotonic() - said > LINE_SECONDS:
                 said = time.monotonic()
-                console.print(state(active, total, len(waiting), said - start), soft_wrap=True)
+                console.print(state(active, total, len(waiting), said - start), markup=False, soft_wrap=True)
     if failed:
         log = failed[0].with_name(failed[0].name + ".log")
         raise DataError(f"{log}: expected a finished run, got {last_line(log)}; mend that, then give the command again")
@@ -114,13 +132,15 @@ def begin(folder: Path, command: list[str], jobs: int, device: str) -> "subproce
     folder.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
         return subprocess.Popen(
-            [sys.executable, "-c", program, *words, "--device", device], env=env, stdout=output, stderr=output
-        )
+            [sys.executable, "-c", program, *words, "--device", device],
+            env=env, stdout=output, stderr=output, process_group=0,  # `stopped` alone ends it: Ctrl-C would be a second
+        )  # fmt: skip
 
 
 @contextmanager
 def stopped(active: dict[Path, "subprocess.Popen[bytes]"]) -> Iterator[None]:
-    """Ends the processes that are left: they keep a checkpoint and go on another time."""
+    """Ends the processes that are left, also on a polite kill: they keep a checkpoint and go on another time."""
+    before = [(number, signal.signal(number, _leave)) for number in (signal.SIGTERM, signal.SIGHUP)]
     try:
         yield
     finally:
@@ -128,6 +148,12 @@ def stopped(active: dict[Path, "subprocess.Popen[bytes]"]) -> Iterator[None]:
             child.terminate()
         for child in active.values():
             child.wait()
+        for number, handler in before:
+            signal.signal(number, handler)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
 
 
 def state(active: dict[Path, "subprocess.Popen[bytes]"], total: int, waiting: int, seconds: float) -> str:

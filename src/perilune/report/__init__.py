@@ -4,6 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
+def check_pages() -> None:
+    """Raises BackendError where pages cannot be made: before what they are to show has cost hours."""
+    from perilune.report.page import plotly_script
+
+    plotly_script()
+
+
 def write_report(run: Path, out: Path | None = None) -> Path:
     """Writes the page of the run in folder `run` to `out` (`run/report.html`); returns where.
 
