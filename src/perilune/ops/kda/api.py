@@ -1,5 +1,10 @@
 """The public face of Kimi Delta Attention: checks, activations, the choice of backend."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -7,15 +12,34 @@ from perilune.core.backends import Backends
 from perilune.core.errors import ShapeError
 from perilune.ops.autocast import without_autocast
 from perilune.ops.kda.chunked import chunked
+from perilune.ops.kda.fused import fused, refuses_gluon, refuses_triton
 from perilune.ops.kda.gate import Gate
 from perilune.ops.kda.reference import recurrence, step, working_dtype
 from perilune.ops.packing import boundaries
 
 L2_EPS = 1e-6  # under the root, added to the sum of squares
 
+Whole = Callable[..., tuple[Tensor, Tensor]]
+
+
+def _activated(run: Whole) -> Whole:
+    """`run`, which takes what the recurrence reads, as a backend that takes the arguments of `kda`."""
+
+    def backend(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *,
+        gate: Gate | None, normalize_qk: bool, beta_logits: bool, **options: Any,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        q, k, g, beta = _activate(q, k, v, g, beta, gate, normalize_qk, beta_logits)
+        return run(q, k, v, g, beta, floor=gate.floor if gate is not None else None, **options)
+
+    return backend
+
+
 BACKENDS = Backends("kda")  # best first
-BACKENDS.register("chunked", chunked)
-BACKENDS.register("reference", recurrence)
+BACKENDS.register("gluon", partial(fused, hopper=True), refuses_gluon)
+BACKENDS.register("triton", partial(fused, hopper=False), refuses_triton)
+BACKENDS.register("chunked", _activated(chunked))
+BACKENDS.register("reference", _activated(recurrence))
 
 
 def kda(
@@ -49,7 +73,7 @@ def kda(
         output_final_state: whether to return the states after the last token.
         cu_seqlens: [N+1] integers, the boundaries of N documents laid end to end in one row (B = 1); without it
             N = B.  An empty document passes its state through.
-        backend: "auto", "chunked" or "reference".
+        backend: "auto", "gluon" (Hopper), "triton", "chunked" or "reference".
         gate: BoundedGate or SoftplusGate.
         normalize_qk: divide q and k of each token and head by sqrt(sum of squares + 1e-6).
         beta_logits: take the sigmoid of beta.
@@ -64,12 +88,14 @@ def kda(
     cu = boundaries(cu_seqlens, q.shape[0], q.shape[1])
     _check_state(initial_state, "initial_state", q.shape[0] if cu is None else len(cu) - 1, q, v)
     with without_autocast(q):
-        q, k, g, beta = _activate(q, k, v, g, beta, gate, normalize_qk, beta_logits)
+        q, k, g, beta, gate = _repeat(q, k, v, g, beta, gate)
         options = {
             "scale": q.shape[-1] ** -0.5 if scale is None else scale,
             "initial_state": initial_state,
             "cu": cu,
-            "floor": gate.floor if gate is not None else None,
+            "gate": gate,
+            "normalize_qk": normalize_qk,
+            "beta_logits": beta_logits,
         }
         o, state = BACKENDS.pick(backend, q, k, v, g, beta, **options)(q, k, v, g, beta, **options)
     return o, state if output_final_state else None
@@ -97,6 +123,7 @@ def kda_step(
     _check(q, k, v, g, beta, ("B",), gate)
     _check_state(state, "state", q.shape[0], q, v)
     with without_autocast(q):
+        q, k, g, beta, gate = _repeat(q, k, v, g, beta, gate)
         q, k, g, beta = _activate(q, k, v, g, beta, gate, normalize_qk, beta_logits)
         dtype = working_dtype(q, k, v, g, beta, state)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -108,16 +135,26 @@ def kda_step(
 def _activate(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, gate: Gate | None, normalize_qk: bool, beta_logits: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What the recurrence reads, with as many heads as v: q, k, log decay, write strength in [0, 1]."""
+    """What the recurrence reads: q, k, log decay, write strength in [0, 1]."""
     if gate is not None:
         g = gate(g)
     if normalize_qk:
         q, k = _l2_normalize(q), _l2_normalize(k)
     if beta_logits:
         beta = beta.to(working_dtype(beta)).sigmoid()  # stays wide: rounding it would add an error a token
+    return q, k, g, beta
+
+
+def _repeat(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, gate: Gate | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Gate | None]:
+    """All with as many heads as v."""
     heads = v.shape[-2]
+    if gate is not None:
+        A_log, dt_bias = _repeat_heads(gate.A_log, heads, 0), _repeat_heads(gate.dt_bias, heads, 0)
+        gate = replace(gate, A_log=A_log, dt_bias=dt_bias)
     q, k, g = (_repeat_heads(x, heads, -2) for x in (q, k, g))
-    return q, k, g, _repeat_heads(beta, heads, -1)
+    return q, k, g, _repeat_heads(beta, heads, -1), gate
 
 
 def _l2_normalize(x: Tensor) -> Tensor:

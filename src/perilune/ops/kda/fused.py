@@ -1,0 +1,144 @@
+"""KDA in Triton, forward and backward, the transforms of its inputs included.
+
+Forward: `prepare` makes a record of every chunk and head, all at once; `scan` carries the state through the records of
+a sequence, one program a head (and slice of V).  Backward: the same records and the states between chunks are made
+again, `reverse_scan` carries the state's gradient back, and `grads` turns what both left at every chunk into the
+gradients of the inputs, all at once.  The kernels are imported when they are first needed.
+"""
+
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from perilune.ops.first_order import first_order
+from perilune.ops.kda.gate import BoundedGate, Gate
+
+if TYPE_CHECKING:
+    from perilune.ops.kda.kernels.chunks import Chunks
+    from perilune.ops.kda.kernels.plan import Plan
+
+WIDTHS = (16, 32, 64, 128)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def fused(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    hopper: bool,
+    scale: float,
+    initial_state: Tensor | None,
+    cu: list[int] | None,
+    gate: Gate | None,
+    normalize_qk: bool,
+    beta_logits: bool,
+) -> tuple[Tensor, Tensor]:
+    """KDA of whole sequences: the arguments of `perilune.ops.kda.kda`, every head given.
+
+    hopper: with the kernels that `refuses_gluon` is about.
+    """
+    from perilune.ops.kda.kernels.chunks import chunks_of
+    from perilune.ops.kda.kernels.plan import Plan
+
+    plan = Plan.of(q, scale, gate, normalize_qk, beta_logits, hopper)
+    chunks = chunks_of(q.shape[0], q.shape[1], cu, plan.chunk, q.device)
+    if initial_state is None:
+        initial_state = q.new_zeros(chunks.segment_count, *q.shape[2:], v.shape[3], dtype=torch.float32)
+    gates = (gate.A_log, gate.dt_bias) if gate is not None else (None, None)
+    return _Fused.apply(q, k, v, g, beta, *gates, initial_state, plan, chunks)
+
+
+def refuses_triton(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any) -> str | None:
+    """Why the kernels cannot serve a call, or None."""
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    if not q.is_cuda and not _interpreted():
+        return f"its kernels run on a GPU, and q is on {q.device.type}"
+    tensors = (q, k, v, g, beta, options["initial_state"])
+    if odd := {x.dtype for x in tensors if x is not None} - set(DTYPES):
+        return f"its kernels compute in float32, and an input is {sorted(map(str, odd))[0]}"
+    K, V = q.shape[3], v.shape[3]
+    if K not in WIDTHS or V & (V - 1) or not 16 <= V <= 512:
+        return f"its kernels serve K of 16, 32, 64, 128 and V of 16, 32 .. 512, and K is {K}, V is {V}"
+    if q.numel() // K * max(K, V) >= 2**31 * 64:
+        return "there are too many tokens times heads for 32-bit rows of its workspace"
+    return None
+
+
+def refuses_gluon(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any) -> str | None:
+    """Why the kernels written for Hopper's tensor cores cannot serve a call, or None."""
+    if (reason := refuses_triton(q, k, v, g, beta, **options)) is not None:
+        return reason
+    if not q.is_cuda or torch.cuda.get_device_capability(q.device)[0] != 9:
+        return "it is written for Hopper (compute capability 9)"
+    gate = options["gate"]
+    if not isinstance(gate, BoundedGate) or gate.g_min < -5.25:
+        return "it needs the bounded gate, of -5.25 or above"
+    if q.dtype == torch.float32 or q.shape[3] != 128 or v.shape[3] != 128:
+        return f"it serves 16-bit q with K = V = 128, and q is {q.dtype} with K = {q.shape[3]}, V = {v.shape[3]}"
+    return None
+
+
+@cache
+def _interpreted() -> bool:
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
+
+
+class _Fused(torch.autograd.Function):
+    """Keeps its inputs and its output."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        z: Tensor,
+        beta: Tensor,
+        A_log: Tensor | None,
+        dt_bias: Tensor | None,
+        initial: Tensor,
+        plan: "Plan",
+        chunks: "Chunks",
+    ) -> tuple[Tensor, Tensor]:
+        from perilune.ops.kda.kernels.launch import prepare, scan
+
+        q, k, v, z, beta = (_laid_out(x) for x in (q, k, v, z, beta))
+        records = prepare(q, k, z, beta, (A_log, dt_bias), plan, chunks)
+        o = torch.empty_like(v)
+        final = scan(records, v, initial.float().contiguous(), plan, chunks, o, None)
+        ctx.save_for_backward(q, k, v, z, beta, A_log, dt_bias, initial, o)
+        ctx.plan, ctx.chunks = plan, chunks
+        return o, final
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, do: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
+        from perilune.ops.kda.kernels.launch import grads, prepare, reverse_scan, scan
+        from perilune.ops.kda.kernels.workspace import Flow
+
+        q, k, v, z, beta, A_log, dt_bias, initial, o = ctx.saved_tensors
+        plan, chunks, gates, do = ctx.plan, ctx.chunks, (A_log, dt_bias), _laid_out(do)
+        flow = Flow.empty(chunks.number, q.shape[2], plan.chunk, q.shape[3], v.shape[3], plan.dtype, q.device)
+        records = prepare(q, k, z, beta, gates, plan, chunks)
+        scan(records, v, initial.float().contiguous(), plan, chunks, None, flow)
+        dinitial = reverse_scan(records, do, dfinal.float().contiguous(), plan, chunks, flow)
+        dinputs, dbias, drate = grads(q, k, v, z, beta, gates, o, do, records, flow, plan, chunks)
+        dgates = (None, None)
+        if A_log is not None and dt_bias is not None:
+            dgates = (drate.to(A_log.dtype), dbias.to(dt_bias.dtype))  # type: ignore[assignment]
+        return *dinputs, *dgates, dinitial.to(initial.dtype), None, None
+
+
+def _laid_out(x: Tensor) -> Tensor:
+    """x in one piece that starts where the copy engine can start."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()

@@ -1,0 +1,134 @@
+"""The kernels as functions of tensors: grids, descriptors, and how each is compiled."""
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from perilune.ops.kda.kernels.chunks import Chunks
+from perilune.ops.kda.kernels.grads import key_grads_kernel, value_grads_kernel
+from perilune.ops.kda.kernels.grads_hopper import key_grads_hopper_kernel
+from perilune.ops.kda.kernels.plan import Plan
+from perilune.ops.kda.kernels.prepare import prepare_kernel, solve_kernel
+from perilune.ops.kda.kernels.prepare_hopper import prepare_hopper_kernel
+from perilune.ops.kda.kernels.scan import reverse_scan_kernel, scan_kernel
+from perilune.ops.kda.kernels.workspace import Flow, Records
+
+# Found on an H200 at K = V = 128; see docs/log.md
+PREPARE = {"W": 64, "num_warps": 4, "num_stages": 1}
+SOLVE = {"num_warps": 4, "num_stages": 1}
+SCAN = {"W": 128, "num_warps": 8, "num_stages": 2}
+VALUE_GRADS = {"VW": 32, "num_warps": 4, "num_stages": 1}
+KEY_GRADS = {"W": 64, "VW": 64, "num_warps": 4, "num_stages": 1}
+
+Gates = tuple[Tensor | None, Tensor | None]  # A_log [H], dt_bias [H, K]
+
+
+def prepare(q: Tensor, k: Tensor, z: Tensor, beta: Tensor, gates: Gates, plan: Plan, chunks: Chunks) -> Records:
+    """q, k, z: [B, T, H, K]; beta: [B, T, H]; all contiguous."""
+    H, K, C = *q.shape[2:], plan.chunk
+    records = Records.empty(chunks.number, H, C, K, plan.dtype, q.device)
+    # A stands for a while where -A X will: with unit keys float16 holds it better than bfloat16
+    pairs = records.solve.view(torch.float16) if plan.normalize and not plan.wide else records.solve
+    matrices = (*records[:3], pairs, *records[4:])
+    if chunks.number and plan.hopper:
+        prepare_hopper_kernel[(chunks.number * H,)](
+            q, k, z, beta, *gates, *matrices, chunks.starts, chunks.lengths,
+            plan.scale, plan.g_min, plan.middle, H,
+            K=K, NORM=plan.normalize, BETA_LOGITS=plan.beta_logits, num_warps=8,
+        )  # fmt: skip
+    elif chunks.number:
+        prepare_kernel[(chunks.number * H,)](
+            q, k, z, beta, *gates, *matrices, chunks.starts, chunks.lengths,
+            plan.scale, plan.g_min, plan.middle, H, C=C, K=K,
+            GATE=plan.gate, NORM=plan.normalize, BETA_LOGITS=plan.beta_logits, FROM=plan.smallest, TERMS=plan.terms,
+            HALF=plan.half, PRECISION=plan.precision, **_narrowed(PREPARE, W=K),
+        )  # fmt: skip
+    if chunks.number:
+        solve_kernel[(chunks.number * H,)](
+            pairs, records.solve, records.strength, C=C, HALF=plan.half, PRECISION=plan.precision, **SOLVE
+        )
+    return records
+
+
+def scan(
+    records: Records, v: Tensor, initial: Tensor, plan: Plan, chunks: Chunks, o: Tensor | None, flow: Flow | None
+) -> Tensor:
+    """Writes o [B, T, H, V] or the flow's residuals and states; returns the final states like initial [N, H, K, V]."""
+    H, K, V = initial.shape[1:]
+    C, final, how = plan.chunk, torch.empty_like(initial), _narrowed(SCAN, W=V)
+    if chunks.segment_count:
+        scan_kernel[(chunks.segment_count * H * (V // how["W"]),)](
+            _tiles(v.flatten(0, 1).flatten(1), C, how["W"]), *_tiled(records), initial, final, o,
+            _tiles(flow.residuals.flatten(0, 2), C, how["W"]) if flow else None,
+            _tiles(flow.states.flatten(0, 2), how["W"], K) if flow else None,
+            chunks.starts, chunks.lengths, chunks.segments, H, V, C=C, K=K,
+            VALUES=True, OUTPUT=o is not None, KEEP=flow is not None, PRECISION=plan.precision, **how,
+        )  # fmt: skip
+    return final
+
+
+def reverse_scan(records: Records, do: Tensor, dfinal: Tensor, plan: Plan, chunks: Chunks, flow: Flow) -> Tensor:
+    """Writes the flow's dz and dstates; returns the gradient of the initial states."""
+    H, K, V = dfinal.shape[1:]
+    C, dinitial, how = plan.chunk, torch.empty_like(dfinal), _narrowed(SCAN, W=V)
+    if chunks.segment_count:
+        reverse_scan_kernel[(chunks.segment_count * H * (V // how["W"]),)](
+            _tiles(do.flatten(0, 1).flatten(1), C, how["W"]), *_tiled(records), dfinal, dinitial,
+            _tiles(flow.dz.flatten(0, 2), C, how["W"]), _tiles(flow.dstates.flatten(0, 2), how["W"], K),
+            chunks.starts, chunks.lengths, chunks.segments, H, V, C=C, K=K,
+            OUTPUT=True, KEEP=True, PRECISION=plan.precision, **how,
+        )  # fmt: skip
+    return dinitial
+
+
+def grads(
+    q: Tensor, k: Tensor, v: Tensor, z: Tensor, beta: Tensor, gates: Gates, o: Tensor, do: Tensor,
+    records: Records, flow: Flow, plan: Plan, chunks: Chunks,
+) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:  # fmt: skip
+    """The gradients of q, k, v, z, beta; of dt_bias [H, K]; of A_log [H].  Overwrites the flow."""
+    H, K, V, C = *q.shape[2:], v.shape[3], plan.chunk
+    dq, dk, dv, dz, dbeta = (torch.empty_like(x) for x in (q, k, v, z, beta))
+    how = _narrowed(KEY_GRADS, W=K, VW=V)
+    n = chunks.number
+
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(n, H, *shape, dtype=dtype, device=q.device)
+
+    down, along_q, along_k = new(C), new(C), new(C)
+    parts = 1 if plan.hopper else K // how["W"]
+    dbias, drate, dpairs = new(K), new(parts), new(2, C, C, dtype=plan.dtype)
+    if n:
+        value_grads_kernel[(n * H,)](
+            v, beta, o, do, records.strength, flow.residuals, flow.dz, dv, dbeta, dpairs, down, along_q, along_k,
+            chunks.starts, chunks.lengths, H, C=C, V=V, NORM=plan.normalize, BETA_LOGITS=plan.beta_logits,
+            PRECISION=plan.precision, **_narrowed(VALUE_GRADS, VW=V),
+        )  # fmt: skip
+    if n and plan.hopper:
+        key_grads_hopper_kernel[(n * H,)](
+            q, k, z, *gates, do, records.q_norm, records.k_norm, *flow, dpairs, down, along_q, along_k,
+            dq, dk, dz, dbias, drate, chunks.starts, chunks.lengths,
+            plan.scale, plan.g_min, plan.middle, H, K=K, NORM=plan.normalize, num_warps=8,
+        )  # fmt: skip
+    elif n:
+        key_grads_kernel[(n * H * parts,)](
+            q, k, z, *gates, do, records.q_norm, records.k_norm, *flow, dpairs, down, along_q, along_k,
+            dq, dk, dz, dbias, drate, chunks.starts, chunks.lengths,
+            plan.scale, plan.g_min, plan.middle, H, C=C, K=K, V=V,
+            GATE=plan.gate, NORM=plan.normalize, FROM=plan.smallest, TERMS=plan.terms,
+            HALF=plan.half_grad, SPLIT=1 if plan.wide else 2, PRECISION=plan.precision, **how,
+        )  # fmt: skip
+    return (dq, dk, dv, dz, dbeta), dbias.sum(0), drate.sum((0, 2))
+
+
+def _narrowed(how: dict[str, int], **widths: int) -> dict[str, int]:
+    """`how` with its widths no wider than there are channels or values."""
+    return how | {name: min(how[name], width) for name, width in widths.items()}
+
+
+def _tiles(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(x, [rows, columns])
+
+
+def _tiled(records: Records) -> list[TensorDescriptor | Tensor]:
+    """What the scans read: the matrices as descriptors of whole records, the rest as it is."""
+    return [_tiles(x.flatten(0, 2), *x.shape[2:]) for x in records[:5]] + list(records[5:8])
