@@ -64,6 +64,14 @@ def test_the_choice_is_logged_once_with_its_reasons(double, caplog):
     ]
 
 
+def test_the_choice_can_be_asked_for_without_a_call(double, caplog):
+    with caplog.at_level(logging.INFO, "perilune"):
+        assert double.choice(2) == ("triton", {})
+        assert double.choice(11) == ("reference", {"triton": "x is odd", "chunked": "x is large"})
+        assert Backends("op").choice() == (None, {})
+    assert caplog.records == []
+
+
 def test_registering_is_by_known_names_once(double):
     assert double.names == ("triton", "chunked", "reference")
     for name in ("auto", "cuda", "chunked"):

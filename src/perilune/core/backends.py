@@ -68,17 +68,24 @@ class Backends:
             if reason := backend.refuses(*args, **kwargs):
                 raise BackendError(f"backend: {self.op} cannot run on {name!r}: {reason}; use backend='auto'")
             return backend.run
-        refusals: list[str] = []
+        chosen, refusals = self.choice(*args, **kwargs)
+        reasons = "; ".join(f"{other}: {reason}" for other, reason in refusals.items())
+        if chosen is None:
+            raise BackendError(f"backend: {self.op} has none for this call ({reasons})")
+        self._log_once(f"{self.op}: {chosen}" + (f" ({reasons})" if reasons else ""))
+        return self._backends[chosen].run
+
+    def choice(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, str]]:
+        """The name `auto` takes for a call with these arguments, None if none can; and why each better one cannot."""
+        refusals: dict[str, str] = {}
         for backend in self._backends.values():
             reason = backend.refuses(*args, **kwargs)
             if reason is None:
-                self._log_once(backend.name, refusals)
-                return backend.run
-            refusals.append(f"{backend.name}: {reason}")
-        raise BackendError(f"backend: {self.op} has none for this call ({'; '.join(refusals)})")
+                return backend.name, refusals
+            refusals[backend.name] = reason
+        return None, refusals
 
-    def _log_once(self, name: str, refusals: list[str]) -> None:
-        line = f"{self.op}: {name}" + (f" ({'; '.join(refusals)})" if refusals else "")
+    def _log_once(self, line: str) -> None:
         if line not in self._logged:
             self._logged.add(line)
             log.info(line)
