@@ -1,9 +1,10 @@
 """KDA in Triton, forward and backward, the transforms of its inputs included.
 
 Forward: `prepare` makes a record of every chunk and head, all at once; `scan` carries the state through the records of
-a sequence, one program a head (and slice of V).  Backward: the same records and the states between chunks are made
-again, `reverse_scan` carries the state's gradient back, and `grads` turns what both left at every chunk into the
-gradients of the inputs, all at once.  The kernels are imported when they are first needed.
+a sequence, one program a head (and slice of V), or, where those would leave processors idle, one for each of the
+segments it is cut into (`kernels.border`).  Backward: the same records and the states between chunks are made again,
+`reverse_scan` carries the state's gradient back, and `grads` turns what both left at every chunk into the gradients of
+the inputs, all at once.  The kernels are imported when they are first needed.
 """
 
 from functools import cache
@@ -44,12 +45,14 @@ def fused(
     hopper: with the kernels that `refuses_gluon` is about.
     """
     from perilune.ops.kda.kernels.chunks import chunks_of
+    from perilune.ops.kda.kernels.launch import programs
     from perilune.ops.kda.kernels.plan import Plan
 
     plan = Plan.of(q, scale, gate, normalize_qk, beta_logits, hopper)
-    chunks = chunks_of(q.shape[0], q.shape[1], cu, plan.chunk, q.device)
+    chunks = chunks_of(q.shape[0], q.shape[1], cu, plan.chunk, programs(*v.shape[2:]), q.device)
     if initial_state is None:
-        initial_state = q.new_zeros(chunks.segment_count, *q.shape[2:], v.shape[3], dtype=torch.float32)
+        sequences = len(chunks.sequences) - 1
+        initial_state = q.new_zeros(sequences, *q.shape[2:], v.shape[3], dtype=torch.float32)
     gates = (gate.A_log, gate.dt_bias) if gate is not None else (None, None)
     return _Fused.apply(q, k, v, g, beta, *gates, initial_state, plan, chunks)
 
@@ -109,33 +112,48 @@ class _Fused(torch.autograd.Function):
         plan: "Plan",
         chunks: "Chunks",
     ) -> tuple[Tensor, Tensor]:
-        from perilune.ops.kda.kernels.launch import prepare, scan
+        from perilune.ops.kda.kernels.launch import at_borders, prepare, scan, segment_maps
 
         q, k, v, z, beta = (_laid_out(x) for x in (q, k, v, z, beta))
         records = prepare(q, k, z, beta, (A_log, dt_bias), plan, chunks)
-        o = torch.empty_like(v)
-        final = scan(records, v, initial.float().contiguous(), plan, chunks, o, None)
-        ctx.save_for_backward(q, k, v, z, beta, A_log, dt_bias, initial, o)
-        ctx.plan, ctx.chunks = plan, chunks
-        return o, final
+        o, entering, maps = torch.empty_like(v), initial.float().contiguous(), None
+        if chunks.split:
+            maps = segment_maps(records, plan, chunks)
+            made = scan(records, v, _none(entering, chunks), plan, chunks)
+            entering = at_borders(maps, made, entering, chunks)
+        final = scan(records, v, entering, plan, chunks, o)
+        ctx.save_for_backward(q, k, v, z, beta, A_log, dt_bias, entering, maps, o)
+        ctx.plan, ctx.chunks, ctx.state_dtype = plan, chunks, initial.dtype
+        return o, final[chunks.sequences[1:] - 1] if chunks.split else final
 
     @staticmethod
     @first_order
     def backward(ctx: Any, do: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
-        from perilune.ops.kda.kernels.launch import grads, prepare, reverse_scan, scan
+        from perilune.ops.kda.kernels.launch import at_borders, grads, prepare, reverse_scan, scan
         from perilune.ops.kda.kernels.workspace import Flow
 
-        q, k, v, z, beta, A_log, dt_bias, initial, o = ctx.saved_tensors
+        q, k, v, z, beta, A_log, dt_bias, entering, maps, o = ctx.saved_tensors
         plan, chunks, gates, do = ctx.plan, ctx.chunks, (A_log, dt_bias), _laid_out(do)
         flow = Flow.empty(chunks.number, q.shape[2], plan.chunk, q.shape[3], v.shape[3], plan.dtype, q.device)
         records = prepare(q, k, z, beta, gates, plan, chunks)
-        scan(records, v, initial.float().contiguous(), plan, chunks, None, flow)
-        dinitial = reverse_scan(records, do, dfinal.float().contiguous(), plan, chunks, flow)
+        scan(records, v, entering, plan, chunks, flow=flow)
+        leaving = dfinal.float().contiguous()
+        if chunks.split:
+            made = reverse_scan(records, do, _none(leaving, chunks), plan, chunks)
+            leaving = at_borders(maps, made, leaving, chunks, reverse=True)
+        dinitial = reverse_scan(records, do, leaving, plan, chunks, flow)
+        if chunks.split:
+            dinitial = dinitial[chunks.sequences[:-1]]
         dinputs, dbias, drate = grads(q, k, v, z, beta, gates, o, do, records, flow, plan, chunks)
         dgates = (None, None)
         if A_log is not None and dt_bias is not None:
             dgates = (drate.to(A_log.dtype), dbias.to(dt_bias.dtype))  # type: ignore[assignment]
-        return *dinputs, *dgates, dinitial.to(initial.dtype), None, None
+        return *dinputs, *dgates, dinitial.to(ctx.state_dtype), None, None
+
+
+def _none(states: Tensor, chunks: "Chunks") -> Tensor:
+    """Zeros for every segment, where `states` [N, H, K, V] has one for every sequence."""
+    return states.new_zeros(chunks.segment_count, *states.shape[1:])
 
 
 def _laid_out(x: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from perilune.ops.kda.kernels.border import border_kernel
 from perilune.ops.kda.kernels.chunks import Chunks
 from perilune.ops.kda.kernels.grads import key_grads_kernel, value_grads_kernel
 from perilune.ops.kda.kernels.grads_hopper import key_grads_hopper_kernel
@@ -17,6 +18,7 @@ from perilune.ops.kda.kernels.workspace import Flow, Records
 PREPARE = {"W": 64, "num_warps": 4, "num_stages": 1}
 SOLVE = {"num_warps": 4, "num_stages": 1}
 SCAN = {"W": 128, "num_warps": 8, "num_stages": 2}
+BORDER = {"W": 32, "num_warps": 4, "num_stages": 1}
 VALUE_GRADS = {"VW": 32, "num_warps": 4, "num_stages": 1}
 KEY_GRADS = {"W": 64, "VW": 64, "num_warps": 4, "num_stages": 1}
 
@@ -50,35 +52,72 @@ def prepare(q: Tensor, k: Tensor, z: Tensor, beta: Tensor, gates: Gates, plan: P
     return records
 
 
+def programs(heads: int, V: int) -> int:
+    """How many work on a sequence side by side."""
+    return heads * (V // min(SCAN["W"], V))
+
+
 def scan(
-    records: Records, v: Tensor, initial: Tensor, plan: Plan, chunks: Chunks, o: Tensor | None, flow: Flow | None
-) -> Tensor:
-    """Writes o [B, T, H, V] or the flow's residuals and states; returns the final states like initial [N, H, K, V]."""
+    records: Records, v: Tensor | None, initial: Tensor, plan: Plan, chunks: Chunks,
+    o: Tensor | None = None, flow: Flow | None = None,
+) -> Tensor:  # fmt: skip
+    """The states [segments, H, K, V] at the segments' ends, from those at their starts; v None: without values.
+
+    Writes o [B, T, H, V], or the flow's residuals and states.
+    """
+    if not chunks.number:
+        return initial.clone()
     H, K, V = initial.shape[1:]
     C, final, how = plan.chunk, torch.empty_like(initial), _narrowed(SCAN, W=V)
-    if chunks.segment_count:
-        scan_kernel[(chunks.segment_count * H * (V // how["W"]),)](
-            _tiles(v.flatten(0, 1).flatten(1), C, how["W"]), *_tiled(records), initial, final, o,
-            _tiles(flow.residuals.flatten(0, 2), C, how["W"]) if flow else None,
-            _tiles(flow.states.flatten(0, 2), how["W"], K) if flow else None,
-            chunks.starts, chunks.lengths, chunks.segments, H, V, C=C, K=K,
-            VALUES=True, OUTPUT=o is not None, KEEP=flow is not None, PRECISION=plan.precision, **how,
-        )  # fmt: skip
+    scan_kernel[(chunks.segment_count * H * (V // how["W"]),)](
+        None if v is None else _tiles(v.flatten(0, 1).flatten(1), C, how["W"]), *_tiled(records), initial, final, o,
+        _tiles(flow.residuals.flatten(0, 2), C, how["W"]) if flow else None,
+        _tiles(flow.states.flatten(0, 2), how["W"], K) if flow else None,
+        chunks.starts, chunks.lengths, chunks.segments, H, V, C=C, K=K,
+        VALUES=v is not None, OUTPUT=o is not None, KEEP=flow is not None, PRECISION=plan.precision, **how,
+    )  # fmt: skip
     return final
 
 
-def reverse_scan(records: Records, do: Tensor, dfinal: Tensor, plan: Plan, chunks: Chunks, flow: Flow) -> Tensor:
-    """Writes the flow's dz and dstates; returns the gradient of the initial states."""
+def reverse_scan(
+    records: Records, do: Tensor, dfinal: Tensor, plan: Plan, chunks: Chunks, flow: Flow | None = None
+) -> Tensor:
+    """The gradients of the states at the segments' starts, from those at their ends.
+
+    Writes the flow's dz and dstates.
+    """
+    if not chunks.number:
+        return dfinal.clone()
     H, K, V = dfinal.shape[1:]
     C, dinitial, how = plan.chunk, torch.empty_like(dfinal), _narrowed(SCAN, W=V)
-    if chunks.segment_count:
-        reverse_scan_kernel[(chunks.segment_count * H * (V // how["W"]),)](
-            _tiles(do.flatten(0, 1).flatten(1), C, how["W"]), *_tiled(records), dfinal, dinitial,
-            _tiles(flow.dz.flatten(0, 2), C, how["W"]), _tiles(flow.dstates.flatten(0, 2), how["W"], K),
-            chunks.starts, chunks.lengths, chunks.segments, H, V, C=C, K=K,
-            OUTPUT=True, KEEP=True, PRECISION=plan.precision, **how,
-        )  # fmt: skip
+    reverse_scan_kernel[(chunks.segment_count * H * (V // how["W"]),)](
+        _tiles(do.flatten(0, 1).flatten(1), C, how["W"]), *_tiled(records), dfinal, dinitial,
+        _tiles(flow.dz.flatten(0, 2), C, how["W"]) if flow else None,
+        _tiles(flow.dstates.flatten(0, 2), how["W"], K) if flow else None,
+        chunks.starts, chunks.lengths, chunks.segments, H, V, C=C, K=K,
+        OUTPUT=True, KEEP=flow is not None, PRECISION=plan.precision, **how,
+    )  # fmt: skip
     return dinitial
+
+
+def segment_maps(records: Records, plan: Plan, chunks: Chunks) -> Tensor:
+    """[segments, H, K, K]: what each makes of the identity."""
+    H, K = records.retained.shape[1:]
+    one = torch.eye(K, device=records.retained.device).expand(chunks.segment_count, H, K, K).contiguous()
+    return scan(records, None, one, plan, chunks)
+
+
+def at_borders(maps: Tensor, made: Tensor, outer: Tensor, chunks: Chunks, *, reverse: bool = False) -> Tensor:
+    """The states [segments, H, K, V] that enter the segments, from those that enter the sequences.
+
+    reverse: the gradients of those that leave the segments, from those that leave the sequences.  See `border_kernel`.
+    """
+    N, H, K, V = outer.shape
+    inner, how = torch.empty_like(made), _narrowed(BORDER, W=V)
+    border_kernel[(N * H * (V // how["W"]),)](
+        maps, made, outer, inner, chunks.sequences, H, V, K=K, REVERSE=reverse, **how
+    )
+    return inner
 
 
 def grads(
