@@ -1,0 +1,108 @@
+"""What a `transformers` decoder layer is told about padding and packing, read as documents laid end to end.
+
+Attention can be masked; a recurrence has to be kept away from what is not text.  So real tokens are laid in one row,
+with the boundaries of their documents.
+"""
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from perilune.core.errors import ShapeError
+from perilune.ops.packing import boundaries
+
+
+@dataclass(frozen=True, eq=False)
+class Pack:
+    """The tokens of a batch [B, T] as one row of documents."""
+
+    places: Tensor
+    """[n] int64, where they stand in the flattened batch; padding is left out."""
+    cu: list[int]
+    """[N+1] boundaries of the documents among the n tokens."""
+    one_a_row: bool
+    """Whether document b is row b of the batch, perhaps empty."""
+
+
+_read = WeakTensorKeyDictionary()  # one look at a mask serves all layers, and their recomputation
+
+
+def pack_of(x: Tensor, mask: Any, position_ids: Tensor | None, cu_seqlens: Tensor | None = None) -> Pack | None:
+    """The documents in hidden states x: [B, T, D]; None where each row is one whole document.
+
+    The first that is given decides:
+        cu_seqlens: [N+1] boundaries, of one row.
+        mask: [B, S] of ones and zeros, or [B, 1, T, S] of booleans or of zeros and large negative numbers, S - T tokens
+            being cached.  A token that sees itself is text; one that sees none before it starts a document.
+        position_ids: [B or 1, T]; a document starts where they do not go on by one.
+    A single token a row is never padding: nothing is read for it.
+
+    Raises ShapeError for a mask that lets a token see a later one or another document's, and for what cannot be read.
+    """
+    source = next((s for s in (cu_seqlens, mask, position_ids) if s is not None), None)
+    B, T = x.shape[:2]
+    if source is None or T == 1:
+        return None
+    if not isinstance(source, Tensor):
+        raise ShapeError(
+            f"attention_mask: expected a tensor or None, got {type(source).__name__}; "
+            "load the model with attn_implementation='sdpa' or 'eager'"
+        )
+    state = None if source.is_inference() else (source._version, B, T)  # inference tensors do not count their changes
+    if state is None or source not in _read or _read[source][0] != state:
+        _read[source] = state, _look(source, B, T, source is cu_seqlens, source is mask)
+    return _read[source][1]
+
+
+def _look(source: Tensor, B: int, T: int, is_cu: bool, is_mask: bool) -> Pack | None:
+    if is_cu:
+        cu = boundaries(source, B, T)
+        assert cu is not None
+        return Pack(torch.arange(T, device=source.device), cu, len(cu) == 2) if len(cu) != 2 else None
+    kept, starts = _from_mask(source, B, T) if is_mask else _from_positions(source, B, T)
+    one_a_row = bool((starts.sum(1) <= 1).all())
+    if one_a_row and bool(kept.all()):
+        return None
+    places = kept.flatten().nonzero().flatten()
+    if one_a_row:
+        return Pack(places, [0, *accumulate(kept.sum(1).tolist())], True)
+    return Pack(places, [*starts.flatten()[places].nonzero().flatten().tolist(), len(places)], False)
+
+
+def _from_mask(mask: Tensor, B: int, T: int) -> tuple[Tensor, Tensor]:
+    """Which tokens [B, T] are text, and which start a document."""
+    past = mask.shape[-1] - T
+    if past < 0 or mask.dim() not in (2, 4) or list(mask.shape[:-1]) not in ([B], [B, 1, T]):
+        raise ShapeError(
+            f"attention_mask: expected [{B}, S] or [{B}, 1, {T}, S] with S >= {T}, got {list(mask.shape)}; "
+            "give a mask of ones and zeros, one for every token"
+        )
+    if mask.dim() == 2:
+        kept = mask.bool()
+        return kept[:, past:], (kept & (kept.cumsum(1) == 1))[:, past:]
+    sees = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] > torch.finfo(mask.dtype).min / 2  # [B, T, S]
+    kept = sees.diagonal(past, 1, 2)
+    starts = kept & ~sees.tril(past - 1).any(-1)
+    document = starts.cumsum(1)
+    allowed = (document[:, :, None] == document[:, None, :]).tril()
+    if bool((sees[..., past:] & kept[..., None] & ~allowed).any()):
+        raise ShapeError(
+            "attention_mask: expected each token to see earlier ones of its document, got one that sees others; "
+            "a recurrence cannot follow such a mask, keep attention in this layer"
+        )
+    return kept, starts
+
+
+def _from_positions(positions: Tensor, B: int, T: int) -> tuple[Tensor, Tensor]:
+    if list(positions.shape) not in ([1, T], [B, T]):
+        raise ShapeError(
+            f"position_ids: expected [{B}, {T}], got {list(positions.shape)}; positions of several kinds do not say "
+            "where documents start, give an attention_mask"
+        )
+    starts = torch.ones(B, T, dtype=torch.bool, device=positions.device)
+    starts[:, 1:] = positions.diff() != 1
+    return torch.ones_like(starts), starts
