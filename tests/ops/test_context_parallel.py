@@ -20,10 +20,8 @@ from torch.nn.functional import normalize
 from torch.utils.checkpoint import checkpoint
 
 from perilune.core.errors import ShapeError
-from perilune.ops import BoundedGate, SoftplusGate, kda, short_conv
-from perilune.ops.kda.context_parallel import kda_context_parallel
+from perilune.ops import BoundedGate, SoftplusGate, kda, kda_context_parallel, short_conv, short_conv_context_parallel
 from perilune.ops.shards import Shard, cut
-from perilune.ops.short_conv.context_parallel import short_conv_context_parallel
 
 f32, f64, bf16 = torch.float32, torch.float64, torch.bfloat16
 T = 48  # borders at 24; 16, 32; 12, 24, 36

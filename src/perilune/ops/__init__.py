@@ -3,9 +3,19 @@
 from perilune.ops.attn_res import attn_res, attn_res_bank, attn_res_merge
 from perilune.ops.cross_entropy import linear_cross_entropy
 from perilune.ops.grouped_experts import grouped_experts
-from perilune.ops.kda import BoundedGate, KdaPool, KdaWeights, SoftplusGate, kda, kda_accept, kda_decode, kda_step
+from perilune.ops.kda import (
+    BoundedGate,
+    KdaPool,
+    KdaWeights,
+    SoftplusGate,
+    kda,
+    kda_accept,
+    kda_context_parallel,
+    kda_decode,
+    kda_step,
+)
 from perilune.ops.quantile_bias import quantile_bias
-from perilune.ops.short_conv import short_conv
+from perilune.ops.short_conv import short_conv, short_conv_context_parallel
 from perilune.ops.situ_glu import situ_glu, swiglu
 
 __all__ = [
@@ -19,11 +29,13 @@ __all__ = [
     "grouped_experts",
     "kda",
     "kda_accept",
+    "kda_context_parallel",
     "kda_decode",
     "kda_step",
     "linear_cross_entropy",
     "quantile_bias",
     "short_conv",
+    "short_conv_context_parallel",
     "situ_glu",
     "swiglu",
 ]
