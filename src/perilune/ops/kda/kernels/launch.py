@@ -19,7 +19,7 @@ PREPARE = {"W": 64, "num_warps": 4, "num_stages": 1}
 SOLVE = {"num_warps": 4, "num_stages": 1}
 SCAN = {"W": 128, "num_warps": 8, "num_stages": 2}
 BORDER = {"W": 32, "num_warps": 4, "num_stages": 1}
-VALUE_GRADS = {"VW": 32, "num_warps": 4, "num_stages": 1}
+VALUE_GRADS = {"VW": 64, "num_warps": 4, "num_stages": 1}
 KEY_GRADS = {"W": 64, "VW": 64, "num_warps": 4, "num_stages": 1}
 
 Gates = tuple[Tensor | None, Tensor | None]  # A_log [H], dt_bias [H, K]
@@ -122,7 +122,7 @@ def at_borders(maps: Tensor, made: Tensor, outer: Tensor, chunks: Chunks, *, rev
 
 def grads(
     q: Tensor, k: Tensor, v: Tensor, z: Tensor, beta: Tensor, gates: Gates, o: Tensor, do: Tensor,
-    records: Records, flow: Flow, plan: Plan, chunks: Chunks,
+    strength: Tensor, q_norm: Tensor, k_norm: Tensor, flow: Flow, plan: Plan, chunks: Chunks,
 ) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k, v, z, beta; of dt_bias [H, K]; of A_log [H].  Overwrites the flow."""
     H, K, V, C = *q.shape[2:], v.shape[3], plan.chunk
@@ -138,19 +138,19 @@ def grads(
     dbias, drate, dpairs = new(K), new(parts), new(2, C, C, dtype=plan.dtype)
     if n:
         value_grads_kernel[(n * H,)](
-            v, beta, o, do, records.strength, flow.residuals, flow.dz, dv, dbeta, dpairs, down, along_q, along_k,
+            v, beta, o, do, strength, flow.residuals, flow.dz, dv, dbeta, dpairs, down, along_q, along_k,
             chunks.starts, chunks.lengths, H, C=C, V=V, NORM=plan.normalize, BETA_LOGITS=plan.beta_logits,
             PRECISION=plan.precision, **_narrowed(VALUE_GRADS, VW=V),
         )  # fmt: skip
     if n and plan.hopper:
         key_grads_hopper_kernel[(n * H,)](
-            q, k, z, *gates, do, records.q_norm, records.k_norm, *flow, dpairs, down, along_q, along_k,
+            q, k, z, *gates, do, q_norm, k_norm, *flow, dpairs, down, along_q, along_k,
             dq, dk, dz, dbias, drate, chunks.starts, chunks.lengths,
             plan.scale, plan.g_min, plan.middle, H, K=K, NORM=plan.normalize, num_warps=8,
         )  # fmt: skip
     elif n:
         key_grads_kernel[(n * H * parts,)](
-            q, k, z, *gates, do, records.q_norm, records.k_norm, *flow, dpairs, down, along_q, along_k,
+            q, k, z, *gates, do, q_norm, k_norm, *flow, dpairs, down, along_q, along_k,
             dq, dk, dz, dbias, drate, chunks.starts, chunks.lengths,
             plan.scale, plan.g_min, plan.middle, H, C=C, K=K, V=V,
             GATE=plan.gate, NORM=plan.normalize, FROM=plan.smallest, TERMS=plan.terms,

@@ -15,6 +15,7 @@ LOG2E = gl.constexpr(_LOG2E.value)
 # [tiles, 16, K] over 8 warps, and [tiles, tiles, K] with all tiles in a thread
 ROWS = gl.constexpr(gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 2], [2, 1, 0]))
 TILES = gl.constexpr(gl.BlockedLayout([1, 4, 2], [1, 1, 32], [4, 1, 2], [2, 1, 0]))
+LINES = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))  # [64, K] in 16-byte pieces
 PAIRS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 64, 16]))
 PAIRS32 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 64, 8]))
 
@@ -58,11 +59,17 @@ def over_tiles(whole, m: gl.constexpr, LATER: gl.constexpr):
 
 
 @gluon.jit
-def stage(smem, top, bottom, column, column_smem, K: gl.constexpr):
-    """q above k, and the columns, to shared memory."""
-    smem.slice(0, 64).store(gl.reshape(top, [64, K]).to(smem.dtype))
-    smem.slice(64, 64).store(gl.reshape(bottom, [64, K]).to(smem.dtype))
-    column_smem.store(gl.reshape(column, [64, K]).to(smem.dtype))
+def by_row(x):
+    """[64] -> [4, 16, 1]"""
+    return gl.convert_layout(gl.reshape(x, [4, 16]), gl.SliceLayout(2, ROWS))[:, :, None]
+
+
+@gluon.jit
+def halves(smem, column_smem, Q, X, until, second, K: gl.constexpr):
+    """To shared memory: q above k for the rows of second halves, and the columns of first ones."""
+    smem.slice(0, 64).store(gl.reshape(gl.where(second, Q, 0.0), [64, K]).to(smem.dtype))
+    smem.slice(64, 64).store(gl.reshape(gl.where(second, X, 0.0), [64, K]).to(smem.dtype))
+    column_smem.store(gl.reshape(gl.where(second, 0.0, until), [64, K]).to(smem.dtype))
 
 
 @gluon.jit
@@ -73,7 +80,7 @@ def prepare_hopper_kernel(
     scale, g_min, middle, H,
     K: gl.constexpr, NORM: gl.constexpr, BETA_LOGITS: gl.constexpr,
 ):  # fmt: skip
-    """As `prepare_kernel`; solve: float16."""
+    """As `prepare_kernel`."""
     head = gl.program_id(0) % H
     chunk = gl.program_id(0) // H
     start = gl.load(starts + chunk)
@@ -83,54 +90,57 @@ def prepare_hopper_kernel(
     channels = channel_numbers(K)
     live = rows < length
     at = (start + rows).to(gl.int64) * H * K + head * K + channels
-    raw = gl.load(z + at, mask=live, other=0.0).to(gl.float32)
-    Q = gl.load(q + at, mask=live, other=0.0).to(gl.float32)
-    X = gl.load(k + at, mask=live, other=0.0).to(gl.float32)
-
     rate = gl.exp(gl.load(A_log + head).to(gl.float32))
     bias = gl.load(dt_bias + head * K + channels).to(gl.float32)
+    raw = gl.load(z + at, mask=live, other=0.0).to(gl.float32)
     g = gl.where(live, g_min * LOG2E * sigmoid(rate * (raw + bias)), 0.0)
     through = gl.associative_scan(g, 1, add)
     whole = gl.sum(g, 1)
-    since = gl.exp2(through)
-    until = gl.exp2(whole[:, None, :] - through)
+    Q = gl.load(q + at, mask=live, other=0.0).to(gl.float32)
+    X = gl.load(k + at, mask=live, other=0.0).to(gl.float32)
 
-    row16 = (
-        gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, ROWS)))[:, None] * 16
-        + gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, ROWS)))[None, :]
-    )
+    line = gl.arange(0, 64, gl.SliceLayout(1, LINES))
+    token = (start + line).to(gl.int64)
+    at = token[:, None] * H * K + head * K + gl.arange(0, K, gl.SliceLayout(0, LINES))[None, :]
+    q_line = gl.load(q + at, mask=(line < length)[:, None], other=0.0).to(gl.float32)
+    k_line = gl.load(k + at, mask=(line < length)[:, None], other=0.0).to(gl.float32)
     if NORM:
-        q_factor = gl.rsqrt(gl.sum(Q * Q, 2) + 1e-6)
-        k_factor = gl.rsqrt(gl.sum(X * X, 2) + 1e-6)
+        q_factor = gl.rsqrt(gl.sum(q_line * q_line, 1) + 1e-6)
+        k_factor = gl.rsqrt(gl.sum(k_line * k_line, 1) + 1e-6)
     else:
-        q_factor = gl.full([4, 16], 1.0, gl.float32, gl.SliceLayout(2, ROWS))
-        k_factor = gl.full([4, 16], 1.0, gl.float32, gl.SliceLayout(2, ROWS))
-    gl.store(q_norm + record * 64 + row16, q_factor)
-    gl.store(k_norm + record * 64 + row16, k_factor)
-    Q *= (q_factor * scale)[:, :, None]
-    X *= k_factor[:, :, None]
-    b = gl.load(beta + (start + row16).to(gl.int64) * H + head, mask=row16 < length, other=0.0).to(gl.float32)
+        q_factor = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, LINES))
+        k_factor = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, LINES))
+    gl.store(q_norm + record * 64 + line, q_factor)
+    gl.store(k_norm + record * 64 + line, k_factor)
+    gl.store(own + record * 64 + line, gl.sum(q_line * k_line, 1) * q_factor * k_factor * scale)
+    b = gl.load(beta + token * H + head, mask=line < length, other=0.0).to(gl.float32)
     if BETA_LOGITS:
-        b = gl.where(row16 < length, sigmoid(b), 0.0)
-    gl.store(strength + record * 64 + row16, b)
-    gl.store(own + record * 64 + row16, gl.sum(Q * X, 2))
+        b = gl.where(line < length, sigmoid(b), 0.0)
+    gl.store(strength + record * 64 + line, b)
+    Q *= by_row(q_factor * scale)
+    X *= by_row(k_factor)
 
+    wide: gl.constexpr = gl.NVMMASharedLayout(128, 32)
+    operand = gl.allocate_shared_memory(gl.float32, [128, K], wide)
+    column = gl.allocate_shared_memory(gl.float32, [64, K], wide)
+    column.store(gl.reshape(X * gl.exp2(-through - middle), [64, K]))
+    until = X * gl.exp2(whole[:, None, :] - through)
+    factor = gl.exp2(through)
+    Q *= factor
+    X *= factor
+    # All that follows is these three, times what whole tiles retain
     ck = record * 64 * K + rows * K + channels
-    from_start = since * over_tiles(whole, 4, False)
-    gl.store(q_since + ck, (Q * from_start).to(q_since.dtype.element_ty))
-    gl.store(k_since + ck, (X * from_start).to(k_since.dtype.element_ty))
-    gl.store(k_until + ck, (X * until * over_tiles(whole, 4, True)).to(k_until.dtype.element_ty))
+    before = over_tiles(whole, 4, False)
+    gl.store(q_since + ck, (Q * before).to(q_since.dtype.element_ty))
+    gl.store(k_since + ck, (X * before).to(k_since.dtype.element_ty))
+    gl.store(k_until + ck, (until * over_tiles(whole, 4, True)).to(k_until.dtype.element_ty))
     gl.store(
         retained + record * K + gl.arange(0, K, gl.SliceLayout(0, gl.SliceLayout(1, ROWS))),
         gl.convert_layout(gl.exp2(gl.sum(whole, 0)), gl.SliceLayout(0, gl.SliceLayout(1, ROWS))),
     )
 
-    wide: gl.constexpr = gl.NVMMASharedLayout(128, 32)
-    operand = gl.allocate_shared_memory(gl.float32, [128, K], wide)
-    column = gl.allocate_shared_memory(gl.float32, [64, K], wide)
-    to = gl.exp2(through + middle)
-    back = gl.exp2(-through - middle)
-    stage(operand, Q * to, X * to, X * back, column, K)
+    operand.slice(0, 64).store(gl.reshape(Q * gl.exp2(middle), [64, K]))
+    operand.slice(64, 64).store(gl.reshape(X * gl.exp2(middle), [64, K]))
     fence_async_shared()
     i = gl.arange(0, 128, gl.SliceLayout(1, PAIRS))[:, None] % 64
     j = gl.arange(0, 64, gl.SliceLayout(0, PAIRS))[None, :]
@@ -138,16 +148,16 @@ def prepare_hopper_kernel(
     tile = warpgroup_mma(operand, column.permute((1, 0)), zero32, use_acc=False)
     both = gl.where((i // 16 == j // 16) & (i > j), gl.convert_layout(tile, PAIRS), 0.0)
 
-    operand16 = operand._reinterpret(gl.float16, [2, 128, K], gl.NVMMASharedLayout(128, 16))
-    column16 = column._reinterpret(gl.float16, [2, 64, K], gl.NVMMASharedLayout(128, 16))
+    half: gl.constexpr = gl.float16 if NORM else gl.bfloat16  # keys of any length may not fit the first
+    operand16 = operand._reinterpret(half, [2, 128, K], gl.NVMMASharedLayout(128, 16))
+    column16 = column._reinterpret(half, [2, 64, K], gl.NVMMASharedLayout(128, 16))
     number = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, ROWS)))[:, None][:, :, None]
     second = number % 2 == 1
-    to = gl.where(second, since, 0.0)
-    stage(operand16.index(0), Q * to, X * to, gl.where(second, 0.0, X * until), column16.index(0), K)
+    halves(operand16.index(0), column16.index(0), Q, X, until, second, K)
     second = number // 2 == 1
-    to = gl.where(second, since * over_tiles(whole, 2, False), 0.0)
-    back = gl.where(second, 0.0, X * until * over_tiles(whole, 2, True))
-    stage(operand16.index(1), Q * to, X * to, back, column16.index(1), K)
+    between = over_tiles(whole, 2, False)
+    until *= over_tiles(whole, 2, True)
+    halves(operand16.index(1), column16.index(1), Q * between, X * between, until, second, K)
     fence_async_shared()
     zero = gl.zeros([128, 64], gl.float32, PAIRS)
     near = warpgroup_mma(operand16.index(0), column16.index(0).permute((1, 0)), zero, use_acc=False)
