@@ -1,9 +1,12 @@
 """What a benchmark is."""
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from rich.table import Table
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """Where the cases put their inputs."""
@@ -41,3 +44,18 @@ class Case:
     check: Callable[[], None]
     """Raises AssertionError where a candidate is wrong; nothing is timed then."""
     gates: tuple[Gate, ...] = ()
+
+
+class Sheet(ABC):
+    """A benchmark that makes and shows figures of a kind of its own."""
+
+    name: str
+    title: str
+
+    @abstractmethod
+    def run(self) -> dict[str, Any]:
+        """The result as plain data: name, title, check ("passed" or "failed: why"), passed, and figures if it did."""
+
+    @abstractmethod
+    def parts(self, result: dict[str, Any]) -> Iterable[Table | str]:
+        """Tables and lines that say what was found."""

@@ -4,24 +4,29 @@ import json
 import platform
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from perilune import __version__
-from perilune.bench.case import DEVICE, Candidate, Case
+from perilune.bench.case import DEVICE, Candidate, Case, Sheet
 from perilune.bench.cases import find
 from perilune.core.errors import ConfigError, nearest
 
 ROUNDS = 15
 BUDGET_S = 4.0
 """A candidate takes part in further rounds until it has run this long, so a slow baseline may run once."""
+PACKAGES = ("triton", "transformers", "flash-linear-attention", "nvidia-cudnn-frontend")
+"""Whose versions matter to the times."""
+WIDE = 1000
+"""Columns, so that no line of a Markdown table is broken."""
 
 
 def main(
@@ -29,11 +34,13 @@ def main(
     *,
     json_path: str | Path | None = None,
     threads: int | None = None,
-    cases: Mapping[str, Case] | None = None,
+    markdown: bool = False,
+    cases: Mapping[str, Case | Sheet] | None = None,
 ) -> int:
     """Runs the named cases (all if none is named), prints a table for each, writes `json_path` if given.
 
-    threads: of torch on the CPU, for this process.  Returns 1 if a check or a gate failed, else 0.
+    threads: of torch on the CPU, for this process.  markdown: tables as a page holds them.
+    Returns 1 if a check or a gate failed, else 0.
     Raises ConfigError for an unknown name.
     """
     cases = find() if cases is None else cases
@@ -42,11 +49,11 @@ def main(
             raise ConfigError(f"{name}: expected the name of a benchmark; {nearest(name, cases)}")
     if threads is not None:
         torch.set_num_threads(threads)
-    console = Console()
     results = []
     for name in names or cases:
-        result = run(cases[name])
-        show(result, console)
+        case = cases[name]
+        result = run(case) if isinstance(case, Case) else case.run()
+        show(parts(result) if isinstance(case, Case) else case.parts(result), markdown)
         results.append(result)
     if json_path is not None:
         text = json.dumps({"environment": environment(), "cases": results}, indent=1)
@@ -118,8 +125,8 @@ def summary(seconds: list[float]) -> dict[str, Any]:
     return {"median_s": median(seconds), "spread_s": high - low, "runs": len(seconds)}
 
 
-def show(result: dict[str, Any], console: Console) -> None:
-    """Prints the result of one case."""
+def parts(result: dict[str, Any]) -> Iterator[Table | str]:
+    """What the result of one case says."""
     table = Table("", "median", "spread", "runs", "times the baseline", title=f"{result['name']}: {result['title']}")
     timed = [row for row in result["times"] if "median_s" in row]
     for row in result["times"]:
@@ -129,17 +136,22 @@ def show(result: dict[str, Any], console: Console) -> None:
             speed = f"{timed[0]['median_s'] / row['median_s']:.1f}x"
             cells = f"{1e3 * row['median_s']:.1f} ms", f"{1e3 * row['spread_s']:.1f} ms", str(row["runs"]), speed
             table.add_row(row["label"], *cells)
-    if result["check"] == "passed":
-        console.print(table)
-    else:
-        console.print(f"{result['name']}: check {result['check']}\nnot timed", markup=False)
+    yield table if result["check"] == "passed" else f"{result['name']}: check {result['check']}\nnot timed"
     for gate in result["gates"]:
         line = f"{gate['faster']} against {gate['slower']}: expected {gate['required']:g}x, "
-        console.print(
-            line
-            + (f"got {gate['ratio']:.1f}x: {'pass' if gate['passed'] else 'FAIL'}" if "ratio" in gate else "skipped"),
-            markup=False,
+        yield line + (
+            f"got {gate['ratio']:.1f}x: {'pass' if gate['passed'] else 'FAIL'}" if "ratio" in gate else "skipped"
         )
+
+
+def show(parts: Iterable[Table | str], markdown: bool) -> None:
+    """Prints tables and lines, for the eye or for a page."""
+    console = Console(width=WIDE) if markdown else Console()
+    for part in parts:
+        if markdown and isinstance(part, Table):
+            console.print(part.title, markup=False)
+            part.title, part.box = None, box.MARKDOWN
+        console.print(part, markup=False)
 
 
 def environment() -> dict[str, Any]:
@@ -152,7 +164,8 @@ def environment() -> dict[str, Any]:
             "perilune": __version__,
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "transformers": installed("transformers"),
+            "cuda": torch.version.cuda,
+            **{package: installed(package) for package in PACKAGES},
         },
     }
 

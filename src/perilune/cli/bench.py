@@ -11,10 +11,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", default=[], help="which; all if none is named")
     parser.add_argument("--json", type=Path, default=None, help="also write the figures to this file")
     parser.add_argument("--threads", type=at_least(1), default=None, help="CPU threads (all cores)")
+    parser.add_argument("--markdown", action="store_true", help="print the tables in Markdown, as pages hold them")
 
 
 def run(args: argparse.Namespace) -> int:
     from perilune.bench.runner import main
 
     check_file(args.json, "--json")
-    return main(args.names, json_path=args.json, threads=args.threads)
+    return main(args.names, json_path=args.json, threads=args.threads, markdown=args.markdown)

@@ -1,4 +1,4 @@
-"""KDA over a long row: the fast form against loops over tokens and against `transformers`.
+"""KDA over a long row: the fast form against loops over tokens and against `transformers`; on a GPU, `bench.kda`.
 
 Two loops, because they differ much: one indexes every tensor token by token, as such loops are written, and each index
 backpropagates a gradient as long as the row; the library's reference takes the tokens apart once.
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from perilune.bench.case import DEVICE, Candidate, Case, Gate
+from perilune.bench.kda.comparison import Comparison
 from perilune.ops import kda, kda_step
 
 STEPS, REFERENCE = "loop over q[:, t]", "reference, tokens unbound"
@@ -86,10 +87,12 @@ def compare(label: str, got: tuple[Tensor, ...], expected: tuple[Tensor, ...], a
         assert error <= allowed, f"{label}: {name} is off by {error:.1e} of its size, allowed {allowed:.0e}"
 
 
-CASE = Case(
+ON_CPU = Case(
     name="kda",
     title=f"Kimi Delta Attention, forward and backward: 1 row of {T} tokens, {H} heads of {D}, float32",
     build=build,
     check=check,
     gates=(Gate(FAST, STEPS, 25.0), Gate(FAST, REFERENCE, 10.0), Gate(FAST, TRANSFORMERS, 2.0)),
 )
+
+CASE = Comparison() if DEVICE.type == "cuda" else ON_CPU

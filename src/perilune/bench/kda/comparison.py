@@ -1,0 +1,156 @@
+"""The benchmark: everything is checked first, then timed, one contender at a time alone in memory."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, product
+from math import isfinite
+from typing import Any
+
+import torch
+from rich.table import Column, Table
+
+from perilune.bench.case import DEVICE, Sheet
+from perilune.bench.kda import decode
+from perilune.bench.kda.check import ALLOWED, SHAPES, Verdict, check, reason
+from perilune.bench.kda.contenders import CONTENDERS, Contender
+from perilune.bench.kda.problem import REGIMES, Shape, forward_backward, make, path
+from perilune.bench.meter import Meter, TooSlow
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Comparison(Sheet):
+    name: str = "kda"
+    title: str = "Kimi Delta Attention, bf16, heads of 128"
+    shapes: Sequence[Shape] = (Shape(1, 8192, 96), Shape(1, 65536, 32), Shape(8, 4096, 16), Shape(1, 32768, 8))
+    checked: Sequence[Shape] = SHAPES
+    sizes: Sequence[decode.Size] = (decode.Size(64, 32), decode.Size(256, 96))
+    contenders: Sequence[Contender] = CONTENDERS
+    device: torch.device = DEVICE
+    meter: Meter = field(default_factory=Meter)
+
+    def run(self) -> dict[str, Any]:
+        present = [contender for contender in self.contenders if not contender.missing]
+        verdicts = check(present, self.device, self.checked)
+        ours = [contender.label for contender in present if contender.package is None]
+        wrong = [f"{label}: {verdicts[label].failed}" for label in ours if verdicts[label].failed]
+        failed = "; ".join(wrong) or decode.check(self.device)
+        result = {
+            "name": self.name,
+            "title": self.title,
+            "check": f"failed: {failed}" if failed else "passed",
+            "backend": path(make(self.checked[0], REGIMES[0], self.device)),
+            "contenders": [self.standing(contender, verdicts.get(contender.label)) for contender in self.contenders],
+            "times": [],
+            "decode": [],
+            "passed": not failed,
+        }
+        if not failed:
+            right = [contender for contender in present if not verdicts[contender.label].failed]
+            result["times"] = [self.time(contender, shape) for shape, contender in product(self.shapes, right)]
+            result["decode"] = [self.time_step(size) for size in self.sizes]
+        return result
+
+    def standing(self, contender: Contender, verdict: Verdict | None) -> dict[str, Any]:
+        """How a contender came through its check."""
+        if verdict is None:
+            return {"label": contender.label, "skipped": contender.missing}
+        errors = {name: off if isfinite(off) else None for name, off in verdict.errors.items()}
+        return {"label": contender.label, "errors": errors, "failed": verdict.failed}
+
+    def time(self, contender: Contender, shape: Shape) -> dict[str, Any]:
+        """Figures by gates, up to those at which it is too slow or fails."""
+        row: dict[str, Any] = {"B": shape.B, "T": shape.T, "H": shape.H, "label": contender.label}
+        row |= {"forward_ms": {}, "both_ms": {}, "peak_bytes": {}}
+        for regime in REGIMES:
+            try:
+                self.measure(contender, shape, regime, row)
+            except (TooSlow, torch.OutOfMemoryError) as stop:
+                return row | {"skipped": reason(stop)}
+            except Exception as stop:
+                if contender.package is None:
+                    raise
+                return row | {"skipped": reason(stop)}
+        return row
+
+    def measure(self, contender: Contender, shape: Shape, regime: str, row: dict[str, Any]) -> None:
+        """Medians of inference and of training, and what training holds, inputs and gradients included."""
+        held = self.meter.held()
+        problem = make(shape, regime, self.device)
+        if contender.activated:
+            problem = problem.activate()
+        with torch.inference_mode():
+            row["forward_ms"][regime] = self.meter.median_ms(lambda: contender.run(problem))
+        row["both_ms"][regime] = self.meter.median_ms(lambda: forward_backward(contender.run, problem))
+        row["peak_bytes"][regime] = self.meter.peak(lambda: forward_backward(contender.run, problem)) - held
+
+    def time_step(self, size: decode.Size) -> dict[str, Any]:
+        """Medians of a replayed step by gates."""
+        ms = {}
+        for regime in REGIMES:
+            step = decode.make(size, regime, self.device)
+            ms[regime] = self.meter.median_ms(self.meter.captured(step))
+        return {"N": size.N, "H": size.H, "state_bytes": size.state_bytes, "ms": ms}
+
+    def parts(self, result: dict[str, Any]) -> Iterator[Table | str]:
+        if not result["passed"]:
+            yield f"{self.name}: check {result['check']}\nnot timed"
+            return
+        yield errors_table(result["contenders"])
+        for row in result["contenders"]:
+            if why := row.get("skipped") or row["failed"]:
+                yield f"{row['label']} is not timed: {why}"
+        yield times_table(f"{self.title}: ms; perilune on {result['backend']}", result["times"])
+        for row in result["times"]:
+            if why := row.get("skipped"):
+                yield f"{row['label']} at {shape_of(row)}: {why}"
+        yield steps_table(result["decode"])
+
+
+def errors_table(standings: list[dict[str, Any]]) -> Table:
+    table = table_of("largest errors, thousandths of the norm", "", *ALLOWED)
+    for row in standings:
+        if errors := row.get("errors"):
+            table.add_row(row["label"], *(thousandths(errors[name]) if name in errors else "" for name in ALLOWED))
+    table.add_row("allowed", *map(thousandths, ALLOWED.values()))
+    return table
+
+
+def times_table(title: str, times: list[dict[str, Any]]) -> Table:
+    """A line for every shape, and under it one for every contender."""
+    heads = (f"{what} {regime}" for what in ("fwd", "f+b") for regime in REGIMES)
+    table = table_of(title, "B, T, H", *heads, "MiB")
+    for shape, rows in groupby(times, shape_of):
+        table.add_row(shape)
+        for row in rows:
+            medians = (row[what].get(regime) for what in ("forward_ms", "both_ms") for regime in REGIMES)
+            peak = max(row["peak_bytes"].values(), default=None)
+            cells = (milliseconds(ms) for ms in medians)
+            table.add_row(row["label"], *cells, "" if peak is None else f"{peak / MIB:,.0f}")
+    return table
+
+
+def steps_table(steps: list[dict[str, Any]]) -> Table:
+    table = table_of("one decoding step, us", "sequences x heads", *REGIMES, "TB/s of states")
+    for row in steps:
+        rate = row["state_bytes"] / max(row["ms"].values()) / 1e9
+        table.add_row(f"{row['N']} x {row['H']}", *(f"{1e3 * ms:.1f}" for ms in row["ms"].values()), f"{rate:.2f}")
+    return table
+
+
+def table_of(title: str, first: str, *others: str) -> Table:
+    """Names to the left, figures to the right."""
+    return Table(Column(first, no_wrap=True), *(Column(head, justify="right") for head in others), title=title)
+
+
+def shape_of(row: dict[str, Any]) -> str:
+    return f"{row['B']}, {row['T']}, {row['H']}"
+
+
+def thousandths(off: float | None) -> str:
+    return "inf" if off is None else f"{1e3 * off:.1f}"
+
+
+def milliseconds(ms: float | None) -> str:
+    return "" if ms is None else f"{ms:.2f}"
