@@ -18,11 +18,12 @@ from safetensors import SafetensorError
 from perilune import __version__
 from perilune.bench import runner
 from perilune.bench.case import Candidate, Case, Gate
+from perilune.cli import doctor, plan
 from perilune.cli import eval as eval_verb
-from perilune.cli import plan
 from perilune.cli.main import VERBS, main, one_line
 from perilune.cli.numbers import human
 from perilune.cli.progress import Smoothed
+from perilune.core.backends import Backends
 from perilune.data.source import open_source
 from perilune.data.tokenizer import ByteBPE
 from perilune.models.k3 import K3Model, convert, presets
@@ -559,7 +560,27 @@ def test_doctor_names_the_machine_and_the_backends(capsys):
     assert __version__ in out
     for op in ("kda", "short_conv", "attn_res", "situ_glu", "grouped_experts"):
         (line,) = [line for line in out.splitlines() if f"ops.{op} " in line]
-        assert "chunked, reference" in line
+        assert "chunked, then reference" in line
+
+
+def test_doctor_says_why_better_backends_stand_back(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "USUAL", {"kda": lambda device: ((device.type,), {"gate": "bounded"})})
+    first, second = Backends("kda"), Backends("kda_decode")
+    for name in ("gluon", "triton"):
+        first.register(name, print, lambda q, gate, name=name: f"no {gate} gate on {q} for {name}")
+    first.register("chunked", print)
+    second.register("triton", print)
+    second.register("reference", print)
+    monkeypatch.setattr(doctor, "_backends", lambda: [first, second])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["doctor"]) == 0
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    at = rows.index(["ops.kda", "chunked"])
+    assert rows[at + 1 : at + 4] == [
+        ["", "not gluon: no bounded gate on cpu for gluon"],
+        ["", "not triton: no bounded gate on cpu for triton"],
+        ["ops.kda_decode", "triton, then reference"],
+    ]
 
 
 def toy(check=lambda: None):

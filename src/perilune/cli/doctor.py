@@ -1,8 +1,26 @@
-"""What this machine has, and which backend each operation will run on."""
+"""What this machine has, and which backend each operation takes for usual inputs here, with the reason."""
 
 import argparse
+from typing import TYPE_CHECKING, Any
 
-OPS = ("kda", "short_conv", "attn_res", "situ_glu", "grouped_experts", "quantile_bias", "cross_entropy")
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import torch
+
+    from perilune.core.backends import Backends
+
+MODULES = (
+    "kda.api",
+    "kda.decode",
+    "short_conv.api",
+    "attn_res.api",
+    "situ_glu.api",
+    "grouped_experts.api",
+    "quantile_bias.api",
+    "cross_entropy.api",
+)
+"""Below `perilune.ops`, each with the backends of one operation."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,32 +37,69 @@ def run(args: argparse.Namespace) -> int:
 
     from perilune import __version__
 
-    cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = {
         "perilune": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "CPU": f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}",
-        "CUDA": cuda,
+        "CUDA": torch.cuda.get_device_name() if device.type == "cuda" else "none",
     }
     table = Table(show_header=False)
     for name, value in rows.items():
         table.add_row(name, value)
-    for name, backends in _backends().items():
-        table.add_row(f"ops.{name}", ", ".join(backends))
+    for backends in _backends():
+        table.add_row(f"ops.{backends.op}", _choice(backends, device))
     Console().print(table)
     return 0
 
 
-def _backends() -> dict[str, tuple[str, ...]]:
-    """Each operation's backends, best first."""
+def _backends() -> "Iterator[Backends]":
+    """Those of each operation."""
     from importlib import import_module
 
     from perilune.core.backends import Backends
 
-    found = {}
-    for op in OPS:
-        for value in vars(import_module(f"perilune.ops.{op}.api")).values():
-            if isinstance(value, Backends):
-                found[value.op] = value.names
-    return found
+    for module in MODULES:
+        yield from (x for x in vars(import_module(f"perilune.ops.{module}")).values() if isinstance(x, Backends))
+
+
+def _choice(backends: "Backends", device: "torch.device") -> str:
+    """What `auto` takes, why the better ones stand back, and what else can be asked for."""
+    args, options = USUAL[backends.op](device) if backends.op in USUAL else ((), {})
+    name, refusals = backends.choice(*args, **options)
+    others = [other for other in backends.names if other != name and other not in refusals]
+    lines = [f"{name}" + (f", then {', '.join(others)}" if others else "")]
+    return "\n".join(lines + [f"not {other}: {reason}" for other, reason in refusals.items()])
+
+
+def _kda(device: "torch.device") -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A chunk of a head of 128 in bf16, with the bounded gate."""
+    import torch
+
+    from perilune.ops import BoundedGate
+
+    q = torch.zeros(1, 64, 1, 128, dtype=torch.bfloat16, device=device)
+    gate = BoundedGate(torch.zeros(1, device=device), torch.zeros(1, 128, device=device))
+    return (q, q, q, q, q[..., 0]), {"initial_state": None, "gate": gate}
+
+
+def _kda_decode(device: "torch.device") -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A token in bf16, for a head of 128."""
+    import torch
+
+    from perilune.ops import BoundedGate, KdaPool, KdaWeights
+
+    z = torch.zeros(1, 1, 1, 128, dtype=torch.bfloat16, device=device)
+    gate = BoundedGate(torch.zeros(1, device=device), torch.zeros(1, 128, device=device))
+    weights = KdaWeights(torch.zeros(384, 4, device=device), gate, torch.ones(128, device=device))
+    pool = KdaPool.zeros(1, 1, 128, 128, dtype=torch.bfloat16, device=device)
+    slots = torch.zeros(1, dtype=torch.int32, device=device)
+    return (z.new_zeros(1, 1, 384), z, z[..., 0], z, pool, slots, weights, False, None), {}
+
+
+USUAL: "dict[str, Callable[[torch.device], tuple[tuple[Any, ...], dict[str, Any]]]]" = {
+    "kda": _kda,
+    "kda_decode": _kda_decode,
+}
+"""Arguments of a usual call, of operations whose choice depends on them."""

@@ -22,7 +22,7 @@ VERBS = {  # verb: its one line of help; each is a module beside this one
     "compare": "one page that sets runs side by side, seeds averaged",
     "plan": "count a preset's parameters, part by part",
     "bench": "time the operations against their baselines",
-    "doctor": "what this machine has and which backends will run",
+    "doctor": "what this machine has, which backends run on it, and why",
 }
 
 
