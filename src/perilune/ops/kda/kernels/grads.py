@@ -188,7 +188,7 @@ def key_grads_kernel(
             second = second_half(C, FROM << e)
             rows_q, rows_k, columns = block_grads(
                 pairs, Q, X, tl.where(second, factor, 0.0), tl.where(second, 0.0, factor), in_halves(C, FROM << e),
-                rows_q, rows_k, columns, HALF, 1, PRECISION,
+                rows_q, rows_k, columns, HALF, SPLIT, PRECISION,
             )  # fmt: skip
 
     # Reads within the chunk from a row on, and writes that leave it before the row: neither sum cancels

@@ -62,13 +62,8 @@ def scaled(acc, retained, keep, layout: gl.constexpr):
 
 
 @gluon.jit
-def stage(smem, x):
-    smem.store(x.to(smem.dtype))
-
-
-@gluon.jit
 def stage_split(high, low, x):
-    """x as a sum of two numbers of 16 bits."""
+    """x as a sum of two numbers of 16 bits: in the decay's gradient, what a pair gives its row and column must cancel."""
     first = x.to(high.dtype)
     high.store(first)
     low.store((x - first.to(gl.float32)).to(low.dtype))
@@ -145,10 +140,11 @@ def key_grads_hopper_kernel(
     near = both._reinterpret(gl.bfloat16, [4, 64, K], HALF).index(0)
     near_low = both._reinterpret(gl.bfloat16, [4, 64, K], HALF).index(1)
     far = both._reinterpret(gl.bfloat16, [4, 64, K], HALF).index(2)
+    far_low = both._reinterpret(gl.bfloat16, [4, 64, K], HALF).index(3)
     X = gl.load(k + at, mask=live, other=0.0).to(gl.float32) * gl.load(k_norm + record * 64 + this)[:, None]
     stage_split(reads.slice(64, 64), reads_low.slice(64, 64), X * gl.exp2(through + middle))
     stage_split(near, near_low, X * gl.exp2(-through - middle))
-    stage(far, X * gl.exp2(border - through))
+    stage_split(far, far_low, X * gl.exp2(border - through))
     Q = gl.load(q + at, mask=live, other=0.0).to(gl.float32) * (gl.load(q_norm + record * 64 + this) * scale)[:, None]
     stage_split(reads.slice(0, 64), reads_low.slice(0, 64), Q * gl.exp2(through + middle))
     i = gl.arange(0, 128, gl.SliceLayout(1, SHORT))[:, None]
@@ -164,10 +160,13 @@ def key_grads_hopper_kernel(
     stacked = gl.arange(0, 128, gl.SliceLayout(1, STACK))[:, None] % 64 // 16
     acc = scaled(acc, retained_0, stacked < 1, STACK)
     acc = warpgroup_mma(across.slice(0, 16, 1), far.slice(0, 16), acc)
+    acc = warpgroup_mma(across.slice(0, 16, 1), far_low.slice(0, 16), acc)
     acc = scaled(acc, retained_1, stacked < 2, STACK)
     acc = warpgroup_mma(across.slice(16, 16, 1), far.slice(16, 16), acc)
+    acc = warpgroup_mma(across.slice(16, 16, 1), far_low.slice(16, 16), acc)
     acc = scaled(acc, retained_2, stacked < 3, STACK)
     acc = warpgroup_mma(across.slice(32, 16, 1), far.slice(32, 16), acc)
+    acc = warpgroup_mma(across.slice(32, 16, 1), far_low.slice(32, 16), acc)
     acc *= gl.exp2(-middle)
     acc = warpgroup_mma(within, near, acc)
     acc = warpgroup_mma(within, near_low, acc)
@@ -175,13 +174,19 @@ def key_grads_hopper_kernel(
 
     turned = across.permute((1, 0))
     columns = warpgroup_mma(turned.slice(48, 16, 1), reads.slice(48, 16), zero, use_acc=False)
+    columns = warpgroup_mma(turned.slice(48, 16, 1), reads_low.slice(48, 16), columns)
     columns = warpgroup_mma(turned.slice(112, 16, 1), reads.slice(112, 16), columns)
+    columns = warpgroup_mma(turned.slice(112, 16, 1), reads_low.slice(112, 16), columns)
     columns = scaled(columns, retained_2, single > 1, SINGLE)
     columns = warpgroup_mma(turned.slice(32, 16, 1), reads.slice(32, 16), columns)
+    columns = warpgroup_mma(turned.slice(32, 16, 1), reads_low.slice(32, 16), columns)
     columns = warpgroup_mma(turned.slice(96, 16, 1), reads.slice(96, 16), columns)
+    columns = warpgroup_mma(turned.slice(96, 16, 1), reads_low.slice(96, 16), columns)
     columns = scaled(columns, retained_1, single > 0, SINGLE)
     columns = warpgroup_mma(turned.slice(16, 16, 1), reads.slice(16, 16), columns)
+    columns = warpgroup_mma(turned.slice(16, 16, 1), reads_low.slice(16, 16), columns)
     columns = warpgroup_mma(turned.slice(80, 16, 1), reads.slice(80, 16), columns)
+    columns = warpgroup_mma(turned.slice(80, 16, 1), reads_low.slice(80, 16), columns)
     columns *= gl.exp2(-middle)
     turned = within.permute((1, 0))
     inner = warpgroup_mma(turned, reads, zero, use_acc=False)
