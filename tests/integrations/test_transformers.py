@@ -141,7 +141,7 @@ def test_packed_documents_do_not_see_each_other(layers: list[int] | None, attent
 def test_boundaries_as_flash_attention_takes_them() -> None:
     layer = KdaSelfAttention(KimiDeltaAttention(16, 2, 8), 0)
     x = torch.randn(1, 20, 16)
-    y, _ = layer(x, cu_seq_lens_q=torch.tensor([0, 7, 20], dtype=torch.int32))
+    y, _ = layer(x, cu_seq_lens_q=torch.tensor([0, 7, 7, 20], dtype=torch.int32))
     torch.testing.assert_close(y, layer.kda(x, cu_seqlens=[0, 7, 20]), rtol=0, atol=0)
     with pytest.raises(ShapeError, match="expected last entry 20"):
         layer(x, cu_seq_lens_q=torch.tensor([0, 7]))
@@ -185,11 +185,12 @@ def test_beams_take_their_states_along(layers: list[int] | None) -> None:
 def test_a_prompt_in_pieces_is_one_prompt(layers: list[int] | None, with_config: bool) -> None:
     model = make_model(layers)
     ids, mask = padded([tokens(n) for n in (30, 13)], "left")
+    ids, mask = (torch.nn.functional.pad(x, (4, 0)) for x in (ids, mask))  # the first piece is padding alone
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     whole = model(ids, attention_mask=mask, position_ids=positions).logits
     cache = DynamicCache(config=model.config) if with_config else DynamicCache()
     pieces, end = [], 0
-    for size in (10, 9, 1, 10):  # the first piece of the second row is padding alone
+    for size in (3, 8, 1, 8, 1, 13):  # both single tokens of the second row are padding
         start, end = end, end + size
         part = slice(start, end)
         out = model(ids[:, part], attention_mask=mask[:, :end], position_ids=positions[:, part], cache=cache)
@@ -234,7 +235,12 @@ def test_what_a_cache_cannot_do_is_refused() -> None:
     with pytest.raises(ShapeError, match=r"one document a row, got 2 in 1; pass use_cache=False"):
         model(ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]), use_cache=True)
     cache = DynamicCache()
-    model(ids, cache=cache)
+    with torch.no_grad():
+        model(ids, cache=cache)
+    afresh = torch.ones(4, 12, dtype=torch.bool).tril(8)
+    afresh[2:, :10] = False  # two tokens go on, two start anew
+    with pytest.raises(ShapeError, match="one document a row"):
+        model(ids[:, :4], attention_mask=afresh[None, None], cache=copy.deepcopy(cache))
     cache.layers[0].crop(0)
     with pytest.raises(ShapeError, match="cannot forget its last tokens"):
         cache.crop(-1)
@@ -243,6 +249,9 @@ def test_what_a_cache_cannot_do_is_refused() -> None:
 def test_masks_that_a_recurrence_cannot_follow_are_refused() -> None:
     layer = KdaSelfAttention(KimiDeltaAttention(16, 2, 8), 0)
     x, causal = torch.randn(1, 6, 16), torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
+    x = torch.cat([x, x])
+    torch.testing.assert_close(layer(x, attention_mask=causal)[0], layer.kda(x))
+    x = x[:1]
     prefix = causal.clone()
     prefix[..., :3, :3] = True  # the first three see each other
     window = causal & ~torch.ones(6, 6, dtype=torch.bool).tril(-3)

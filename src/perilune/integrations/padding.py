@@ -28,7 +28,7 @@ class Pack:
     """Whether document b is row b of the batch, perhaps empty."""
 
 
-_read = WeakTensorKeyDictionary()  # one look at a mask serves all layers, and their recomputation
+_packs = WeakTensorKeyDictionary()  # one look at a mask serves all layers, and their recomputation
 
 
 def pack_of(x: Tensor, mask: Any, position_ids: Tensor | None, cu_seqlens: Tensor | None = None) -> Pack | None:
@@ -36,16 +36,16 @@ def pack_of(x: Tensor, mask: Any, position_ids: Tensor | None, cu_seqlens: Tenso
 
     The first that is given decides:
         cu_seqlens: [N+1] boundaries, of one row.
-        mask: [B, S] of ones and zeros, or [B, 1, T, S] of booleans or of zeros and large negative numbers, S - T tokens
-            being cached.  A token that sees itself is text; one that sees none before it starts a document.
+        mask: [B, S] of ones and zeros, or [B or 1, 1, T, S] of booleans or of zeros and large negative numbers; S - T
+            tokens are cached.  A token that sees itself is text; one that sees none before it starts a document.
         position_ids: [B or 1, T]; a document starts where they do not go on by one.
-    A single token a row is never padding: nothing is read for it.
 
     Raises ShapeError for a mask that lets a token see a later one or another document's, and for what cannot be read.
     """
-    source = next((s for s in (cu_seqlens, mask, position_ids) if s is not None), None)
+    given = ((cu_seqlens, _from_boundaries), (mask, _from_mask), (position_ids, _from_positions))
+    source, read = next(((s, read) for s, read in given if s is not None), (None, _from_mask))
     B, T = x.shape[:2]
-    if source is None or T == 1:
+    if source is None or (source is position_ids and T == 1):
         return None
     if not isinstance(source, Tensor):
         raise ShapeError(
@@ -53,18 +53,14 @@ def pack_of(x: Tensor, mask: Any, position_ids: Tensor | None, cu_seqlens: Tenso
             "load the model with attn_implementation='sdpa' or 'eager'"
         )
     state = None if source.is_inference() else (source._version, B, T)  # inference tensors do not count their changes
-    if state is None or source not in _read or _read[source][0] != state:
-        _read[source] = state, _look(source, B, T, source is cu_seqlens, source is mask)
-    return _read[source][1]
+    if state is None or source not in _packs or _packs[source][0] != state:
+        _packs[source] = state, _packed(*read(source, B, T))
+    return _packs[source][1]
 
 
-def _look(source: Tensor, B: int, T: int, is_cu: bool, is_mask: bool) -> Pack | None:
-    if is_cu:
-        cu = boundaries(source, B, T)
-        assert cu is not None
-        return Pack(torch.arange(T, device=source.device), cu, len(cu) == 2) if len(cu) != 2 else None
-    kept, starts = _from_mask(source, B, T) if is_mask else _from_positions(source, B, T)
-    one_a_row = bool((starts.sum(1) <= 1).all())
+def _packed(kept: Tensor, starts: Tensor) -> Pack | None:
+    """From which tokens [B, T] are text, and which of them start a document."""
+    one_a_row = not bool((starts & (kept.cumsum(1) > 1)).any())
     if one_a_row and bool(kept.all()):
         return None
     places = kept.flatten().nonzero().flatten()
@@ -73,10 +69,17 @@ def _look(source: Tensor, B: int, T: int, is_cu: bool, is_mask: bool) -> Pack | 
     return Pack(places, [*starts.flatten()[places].nonzero().flatten().tolist(), len(places)], False)
 
 
+def _from_boundaries(cu_seqlens: Tensor, B: int, T: int) -> tuple[Tensor, Tensor]:
+    cu = boundaries(cu_seqlens, B, T)
+    assert cu is not None
+    starts = torch.zeros(B, T, dtype=torch.bool, device=cu_seqlens.device)
+    starts[0, [start for start in cu if start < T]] = True
+    return torch.ones_like(starts), starts
+
+
 def _from_mask(mask: Tensor, B: int, T: int) -> tuple[Tensor, Tensor]:
-    """Which tokens [B, T] are text, and which start a document."""
     past = mask.shape[-1] - T
-    if past < 0 or mask.dim() not in (2, 4) or list(mask.shape[:-1]) not in ([B], [B, 1, T]):
+    if past < 0 or list(mask.shape[:-1]) not in ([B], [B, 1, T], [1, 1, T]):
         raise ShapeError(
             f"attention_mask: expected [{B}, S] or [{B}, 1, {T}, S] with S >= {T}, got {list(mask.shape)}; "
             "give a mask of ones and zeros, one for every token"
@@ -84,7 +87,8 @@ def _from_mask(mask: Tensor, B: int, T: int) -> tuple[Tensor, Tensor]:
     if mask.dim() == 2:
         kept = mask.bool()
         return kept[:, past:], (kept & (kept.cumsum(1) == 1))[:, past:]
-    sees = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] > torch.finfo(mask.dtype).min / 2  # [B, T, S]
+    sees = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] > torch.finfo(mask.dtype).min / 2
+    sees = sees.expand(B, T, past + T)
     kept = sees.diagonal(past, 1, 2)
     starts = kept & ~sees.tril(past - 1).any(-1)
     document = starts.cumsum(1)
