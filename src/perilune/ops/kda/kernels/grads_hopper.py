@@ -63,7 +63,7 @@ def scaled(acc, retained, keep, layout: gl.constexpr):
 
 @gluon.jit
 def stage_split(high, low, x):
-    """x as a sum of two numbers of 16 bits: in the decay's gradient, what a pair gives its row and column must cancel."""
+    """x as a sum of two numbers of 16 bits: what a pair gives its row and column cancels in the decay's gradient."""
     first = x.to(high.dtype)
     high.store(first)
     low.store((x - first.to(gl.float32)).to(low.dtype))
