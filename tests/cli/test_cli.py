@@ -160,6 +160,9 @@ def test_help_of_a_verb_says_what_it_does(verb, capsys):
         ("train nano data.sources.text.path=nowhere", "nowhere: expected a folder of *.txt files, found none"),
         ("train nano data.sources.text.path=.", "expected at least one *.txt file, found none"),
         ("train nano model.linear_attn_config.gate_lower_bound=1", "g_min: expected from -5.5 up to below 0, got 1.0"),
+        ('train nano data.sources.text.path="\\ud800"', "data.sources.text.path: expected text, got half"),
+        ("train nano data.sources.text.path=\udcff", "command line: expected UTF-8, got 'data."),
+        ("report caf\udce9", "command line: expected UTF-8, got 'caf\\udce9'; rename the file, or type it in UTF-8"),
         ("plan", "the following arguments are required: preset"),
         ("plan nanoo", "preset: there is none called 'nanoo'; do you mean 'nano'?"),
         ("plan no/such.json", "no/such.json: expected a checkpoint, found no config.json"),
@@ -448,7 +451,7 @@ def test_generate_with_fewer_tokens_than_rows(finished, capsys):
 
 def test_a_prompt_that_is_no_text_is_not_printed(finished, capsys):
     line = refused(capsys, "generate", finished[0], "--prompt", "caf\udce9")
-    assert "text: expected valid Unicode" in line
+    assert "command line: expected UTF-8, got 'caf\\udce9'" in line
     assert capsys.readouterr().out == ""
 
 

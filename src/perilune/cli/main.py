@@ -9,8 +9,9 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from perilune import __version__
-from perilune.core.errors import PeriluneError, nearest
+from perilune.core.errors import ConfigError, PeriluneError, nearest
 from perilune.core.logs import show_logs
+from perilune.core.text import has_half_pair
 
 VERBS = {  # verb: its one line of help; each is a module beside this one
     "train": "train a recipe; a run folder keeps everything it made",
@@ -87,6 +88,7 @@ def run(verb: str | None, words: list[str]) -> int:
     if args.debug:
         show_logs(debug=True)
     try:
+        check_words(words)
         code = import_module(f"perilune.cli.{verb}").run(args)
         print(end="", flush=True)  # what cannot be written is an error here, not at exit
         return code
@@ -101,6 +103,12 @@ def run(verb: str | None, words: list[str]) -> int:
         else:
             print(f"perilune {verb}: {line}", file=sys.stderr)
         return 2
+
+
+def check_words(words: Sequence[str]) -> None:
+    """Raises ConfigError for bytes that are no UTF-8: they could be neither shown nor kept."""
+    for word in filter(has_half_pair, words):
+        raise ConfigError(f"command line: expected UTF-8, got {word!r}; rename the file, or type it in UTF-8")
 
 
 def one_line(error: Exception) -> str | None:

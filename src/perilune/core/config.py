@@ -15,9 +15,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 from perilune.core.errors import ConfigError, nearest
+from perilune.core.text import has_half_pair
 
 LARGEST = 2**63
 """What whole numbers stay below: tensors and files count no further."""
+DEEPEST = 100
+"""How deep values may be nested: no configuration goes further, and what walks through them stays on the stack."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,6 +38,7 @@ class Config:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """The configuration with these values; raises ConfigError on an unknown key or a value of the wrong type."""
+        _check_plain(values, where=cls.__name__)
         return _build(cls, values, where="")
 
     def override(self, assignments: Iterable[str]) -> Self:
@@ -83,6 +87,20 @@ def _parse(text: str, instead_of: Any) -> Any:
     except (ValueError, RecursionError):  # thousands of digits among them
         value = {"True": True, "False": False, "None": None}.get(text, text)
     return text if isinstance(instead_of, str) and not isinstance(value, str) else value
+
+
+def _check_plain(value: Any, where: str, depth: int = 0) -> None:
+    """Raises ConfigError for what JSON can spell and no configuration can hold, wherever it is in `value`."""
+    require(depth <= DEEPEST, where, f"at most {DEEPEST} values in one another", "more", "nest them less")
+    if isinstance(value, str):
+        require(not has_half_pair(value), where, "text", f"half of a surrogate pair in {value!r}", "write it as UTF-8")
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            _check_plain(key, where, depth)
+            _check_plain(inner, str(key) if depth == 0 else f"{where}.{key}", depth + 1)
+    elif isinstance(value, (list, tuple)):
+        for i, inner in enumerate(value):
+            _check_plain(inner, f"{where}.{i}", depth + 1)
 
 
 def _build(cls: type, values: Any, where: str) -> Any:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perilune.core.errors import ConfigError, DataError
+from perilune.core.text import has_half_pair
 from perilune.data.filters import reason_to_drop
 from perilune.data.shards import find_files, is_shard, read_shard
 
@@ -202,11 +203,8 @@ def reason_to_skip(text: str, clean: bool) -> str | None:
     """Why `text` is nothing to learn from, in a word or two; None if it is."""
     if not text:
         return "empty"
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            return "half of a surrogate pair"
+    if has_half_pair(text):
+        return "half of a surrogate pair"
     return reason_to_drop(text) if clean else None
 
 

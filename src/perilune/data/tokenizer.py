@@ -14,6 +14,7 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from perilune.core.errors import ConfigError, DataError
+from perilune.core.text import has_half_pair
 
 END_OF_TEXT = "<|endoftext|>"
 FILE = "tokenizer.json"
@@ -207,9 +208,6 @@ def _natural(index: int) -> int:
 
 
 def _checked(text: str) -> str:
-    if not text.isascii():  # half of a surrogate pair has no UTF-8
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise DataError("text: expected valid Unicode, got half of a surrogate pair; decode it as UTF-8") from None
+    if has_half_pair(text):
+        raise DataError("text: expected valid Unicode, got half of a surrogate pair; decode it as UTF-8")
     return text
