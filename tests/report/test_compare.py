@@ -216,6 +216,16 @@ def test_other_data_is_cautioned(folders, tmp_path):
     assert "They learn from different data" in compare.comparison(runs)
 
 
+@pytest.mark.parametrize("nested", [[], {}])
+def test_a_configuration_nested_too_deep_is_refused(folders, tmp_path, capsys, nested):
+    for _ in range(900):
+        nested = [nested] if isinstance(nested, list) else {"a": nested}
+    other = example_run.write(tmp_path / "other", {"run.json": {"model": nested}})
+    assert main(["compare", str(folders[0]), str(other), "--out", str(tmp_path / "page.html")]) == 2
+    line = "perilune compare: other: expected a run's configuration, got one nested too deep; its run.json is damaged\n"
+    assert capsys.readouterr().err == line
+
+
 def test_one_run_is_nothing_to_compare(runs):
     with pytest.raises(DataError, match="expected two runs or more, got 1"):
         compare.comparison(runs[:1])

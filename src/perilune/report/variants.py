@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from perilune.core.errors import CheckpointError
 from perilune.report import measures, words
 from perilune.report.read import RunFiles
 
@@ -146,7 +147,12 @@ def _identity(run: RunFiles) -> str:
 
 
 def _settings(run: RunFiles) -> dict[str, Any]:
-    flat = dict(_flat(run.config or {}, ""))
+    try:
+        flat = dict(_flat(run.config or {}, ""))
+    except RecursionError:
+        raise CheckpointError(
+            f"{run.name}: expected a run's configuration, got one nested too deep; its run.json is damaged"
+        ) from None
     flat.pop("seed", None)
     return flat
 
