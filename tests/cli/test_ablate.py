@@ -54,6 +54,7 @@ def test_a_run_that_fails_is_named_with_its_reason(tmp_path, capsys):
     [
         (["--variants", "plane"], "--variants: there is none called 'plane'; do you mean 'plain'?"),
         (["--device", "gpu"], "expected auto, cpu, cuda or cuda:N, got 'gpu'"),
+        (["seed=5"], "seed: expected none for all variants, got seed=5; say how many, from 0 on: --seeds N"),
         (["stages.0.lr=-1"], "lr: expected a finite rate above 0"),
         (["--variants", "base", "--seeds", "1"], "--variants: expected two runs or more, got 1"),
     ],

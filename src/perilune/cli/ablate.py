@@ -56,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
     from perilune import recipes
     from perilune.report import check_pages, write_comparison
 
+    check_changes(args.changes)
     base = recipes.get(args.recipe)
     check_pages()  # this and what cannot be built show before anything is trained
     folder = args.out or Path("runs") / f"{args.recipe}-ablation"
@@ -74,6 +75,13 @@ def run(args: argparse.Namespace) -> int:
     write_comparison(list(commands), page)
     console.print(f"{page}: {len(commands)} runs side by side", markup=False, soft_wrap=True)
     return 0
+
+
+def check_changes(changes: list[str]) -> None:
+    """Raises ConfigError for a seed among them, which the runs' own would take the place of."""
+    for change in changes:
+        if change.partition("=")[0] == "seed":
+            raise ConfigError(f"seed: expected none for all variants, got {change}; say how many, from 0 on: --seeds N")
 
 
 def changes_of(variant: str) -> tuple[str, ...]:
