@@ -135,6 +135,16 @@ def refused(capsys, *words) -> str:
     return err.removeprefix("perilune train: ").rstrip()
 
 
+def test_a_folder_whose_name_is_no_text(tmp_path, capsys, monkeypatch):
+    """Before anything is made there: the configuration could not be read again."""
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    line = refused(capsys, "train", "nano", "data.sources.text.path=texts")
+    assert line.startswith("data.sources.text.path: expected text, got half of a surrogate pair in '/")
+    assert list(folder.iterdir()) == []
+
+
 # stopping and going on
 
 
@@ -405,6 +415,13 @@ def test_a_branch_from_an_older_checkpoint(stopped, whole, capsys):
     (path / "model.safetensors").unlink()
     line = refused(capsys, "train", "--resume", path, "--out", "copy")
     assert line == f"{path}: expected a whole checkpoint, but model.safetensors is missing; choose another"
+
+
+def test_nothing_is_overwritten_by_going_on(stopped, capsys):
+    for extra in ([], ["--out", "./run"]):
+        line = refused(capsys, "train", "--resume", "run", "--overwrite", *extra)
+        assert line.startswith("--overwrite: expected ")
+    assert (stopped / "checkpoints").exists()
 
 
 def test_what_a_branch_refuses(stopped, capsys):

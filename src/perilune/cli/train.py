@@ -118,13 +118,14 @@ def run_of(path: Path) -> Path:
 def absolute(recipe: "Run") -> "Run":
     """The same with paths that hold in any folder: a run is gone on with from elsewhere."""
     data, init = recipe.data, recipe.init
-    return recipe.replace(
+    found = recipe.replace(
         init=init and str(Path(init).resolve()),
         data=data.replace(
             sources={name: source.resolved() for name, source in data.sources.items()},
             tokenizer=data.tokenizer and str(Path(data.tokenizer).resolve()),
         ),
     )
+    return found.from_dict(found.to_dict())  # read again as run.json will be: this folder's name may be no text
 
 
 # three ways to start
@@ -162,6 +163,10 @@ def resume(args: argparse.Namespace, recipe: "Run", console: "Console") -> int:
     folder = args.resume
     if run_of(folder) != folder:
         raise ConfigError(f"--resume: expected a run to go on in, got a checkpoint, {folder}; add --out FOLDER")
+    if args.overwrite:
+        raise ConfigError(
+            "--overwrite: expected --out FOLDER with it, got a run to go on with in its own folder; leave it out"
+        )
     found = differences(recipe.to_dict(), read_run(folder).to_dict())
     if fixed := {key: pair for key, pair in found.items() if not MAY_DIFFER.fullmatch(key)}:
         raise ConfigError(
