@@ -1,5 +1,7 @@
+import errno
 import gzip
 import json
+import os
 import random
 import sys
 from pathlib import Path
@@ -197,6 +199,43 @@ def test_files_are_found_in_order(tmp_path: Path) -> None:
         (tmp_path / name).write_text(name)
     assert [name for name, _ in find_files(tmp_path, "*.txt")] == ["a.txt", "a/z.txt", "b.txt", "tests/c.txt"]
     assert [name for name, _ in find_files(tmp_path, "*.txt", ("tests", "a.*"))] == ["a/z.txt", "b.txt"]
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that runs as root may read everything, so the answer of the system is given here."""
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open" / "a.txt").write_text("a")
+    (tmp_path / "locked").mkdir()
+    scandir = os.scandir
+
+    def locked(path: str) -> Any:
+        if str(path).endswith("locked"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", locked)
+    with pytest.raises(DataError, match=r"locked: expected a folder to read, got Permission denied; make it readable"):
+        find_files(tmp_path, "*.txt")
+    assert [name for name, _ in find_files(tmp_path, "*.txt", ("locked",))] == ["open/a.txt"]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_a_pipe_is_refused_not_waited_for(tmp_path: Path, name: str) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "b.md").write_text("b")
+    os.mkfifo(tmp_path / "sub" / name)
+    with pytest.raises(DataError, match=r"sub/a\..*: expected a file, got a pipe, socket or device; move it, or set"):
+        find_files(tmp_path, "a.*")
+    assert [name for name, _ in find_files(tmp_path, "*.md")] == ["b.md"]
+
+
+def test_links_to_files_are_taken_and_links_to_folders_are_not_entered(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("a")
+    (tmp_path / "texts" / "b.txt").symlink_to("a.txt")
+    (tmp_path / "texts" / "round").symlink_to(tmp_path)
+    (tmp_path / "link").symlink_to("texts")
+    assert [name for name, _ in find_files(tmp_path / "link", "*.txt")] == ["a.txt", "b.txt"]
 
 
 def test_a_shard_that_cannot_be_opened(shard: Path) -> None:

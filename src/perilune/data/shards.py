@@ -40,16 +40,27 @@ def read_shard(path: Path, text_key: str) -> Iterator[tuple[int, str]]:
 
 def find_files(root: Path, pattern: str, left_out: Iterable[str] = ()) -> list[tuple[str, Path]]:
     """The files below `root` whose names match `pattern`, as (path below root with `/`, path), sorted; nothing that
-    matches one of `left_out` is entered or taken."""
+    matches one of `left_out` is entered or taken.
+
+    Links to files are taken, links to folders are not entered: they may lead in a circle, or to the same text twice.
+    Raises DataError for a folder that cannot be read, and for what is neither file nor folder, such as a named pipe.
+    """
     left_out = tuple(left_out)
 
     def kept(name: str) -> bool:
         return not any(fnmatchcase(name, pattern) for pattern in left_out)
 
+    def refuse(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):  # what is not there, or no more, has no files
+            raise DataError(f"{error.filename}: expected a folder to read, got {error.strerror}; make it readable")
+
     found = []
-    for folder, folders, names in os.walk(root):
+    for folder, folders, names in os.walk(root, onerror=refuse):
         folders[:] = filter(kept, folders)
         found += [Path(folder, name) for name in names if fnmatchcase(name, pattern) and kept(name)]
+    for path in found:
+        if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe would wait for ever
+            raise DataError(f"{path}: expected a file, got a pipe, socket or device; move it, or set pattern")
     return sorted((path.relative_to(root).as_posix(), path) for path in found)
 
 
