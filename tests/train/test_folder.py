@@ -91,6 +91,7 @@ def test_checking_makes_nothing(tmp_path, finished):
         (b"[]", "run.json: Run: expected an object"),
         (b"{}", "run.json: model: expected a value, got none"),
         (b'{"sead": 1}', "do you mean 'seed'?"),
+        (b'{"init": "\\ud800"}', "run.json: init: expected text, got half of a surrogate pair in '\\ud800'; write it"),
     ],
 )
 def test_a_configuration_that_cannot_be_read(tmp_path, content, expected):
@@ -153,6 +154,29 @@ def test_a_folder_that_is_only_claimed_is_empty(tmp_path):
     (tmp_path / LOCK).touch()
     check_folder(tmp_path)
     start_folder(tmp_path, run())
+
+
+def test_a_folder_left_by_a_run_killed_before_it_began_is_empty(tmp_path, monkeypatch):
+    def killed(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", killed)
+        patch.setattr(Path, "unlink", lambda *args, **options: None)  # a killed process clears nothing up
+        with pytest.raises(KeyboardInterrupt):
+            start_folder(tmp_path, run(seed=1))
+    (tmp_path / LOCK).touch()
+    assert set(files(tmp_path)) == {"run.json.partial", LOCK}
+    start_folder(tmp_path, run(seed=2))
+    assert set(files(tmp_path)) == {"run.json", LOCK}
+    assert read_run(tmp_path).seed == 2
+
+
+def test_a_folder_with_more_than_a_partial_file_is_left_alone(tmp_path):
+    for name in ("run.json.partial", "thesis.tex"):
+        (tmp_path / name).write_text("years of work")
+    with pytest.raises(DataError, match="found files that are no run; choose another"):
+        start_folder(tmp_path, run())
 
 
 # comparing configurations

@@ -20,18 +20,20 @@ if TYPE_CHECKING:
 
 LOCK = "training.pid"
 """Names the process that trains in the folder, and is locked by it (`perilune.train.lock`)."""
+BEFORE_A_RUN = (LOCK, "run.json.partial")
+"""What is left of a run whose process was killed before its configuration was written: nothing to keep."""
 LINES = ("metrics.jsonl", "snapshots.jsonl")
 MADE_BY_A_RUN = ("result.json", *LINES, "report.html", "tokenizer.json")
 FOLDERS_MADE_BY_A_RUN = ("checkpoints", "model", "tensorboard")
 
 
 def check_folder(folder: Path, overwrite: bool = False) -> None:
-    """Raises DataError unless a run may begin in `folder`: it is new or empty, or holds a run to `overwrite`, and can
-    be written to."""
+    """Raises DataError unless a run may begin in `folder`: it is new or empty (but for what a run killed before
+    it began has left), or holds a run to `overwrite`, and can be written to."""
     if folder.exists() and not folder.is_dir():
         raise DataError(f"{folder}: expected a folder for the run, got a file; choose another name")
     check_writable(folder)
-    if not folder.exists() or all(path.name == LOCK for path in folder.iterdir()):
+    if not folder.exists() or all(path.name in BEFORE_A_RUN for path in folder.iterdir()):
         return
     if not (folder / "run.json").is_file():
         raise DataError(f"{folder}: expected a new or empty folder, found files that are no run; choose another")
