@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from perilune.ops.kda.kernels.plan import Plan
 
 WIDTHS = (16, 32, 64, 128)
+VERIFIED = {(128, 128)}  # (K, V) whose kernels have been compared with the reference on a GPU, not only interpreted
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -69,6 +70,8 @@ def refuses_triton(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **o
     K, V = q.shape[3], v.shape[3]
     if K not in WIDTHS or V & (V - 1) or not 16 <= V <= 512:
         return f"its kernels serve K of 16, 32, 64, 128 and V of 16, 32 .. 512, and K is {K}, V is {V}"
+    if q.is_cuda and (K, V) not in VERIFIED:
+        return f"on a GPU its kernels are verified for K = V = 128 alone so far, and K is {K}, V is {V}"
     if q.numel() // K * max(K, V) >= 2**31 * 64:
         return "there are too many tokens times heads for 32-bit rows of its workspace"
     return None
