@@ -7,7 +7,7 @@ segments it is cut into (`kernels.border`).  Backward: the same records and the 
 the inputs, all at once.  The kernels are imported when they are first needed.
 """
 
-from functools import cache
+import os
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +21,14 @@ if TYPE_CHECKING:
     from perilune.ops.kda.kernels.chunks import Chunks
     from perilune.ops.kda.kernels.plan import Plan
 
+TRITON = find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")  # as Triton reads it
 WIDTHS = (16, 32, 64, 128)
 VERIFIED = {(128, 128)}  # (K, V) whose kernels have been compared with the reference on a GPU, not only interpreted
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+@torch.compiler.disable  # a compiled function calls the kernels as they are, between its graphs
 def fused(
     q: Tensor,
     k: Tensor,
@@ -60,9 +63,9 @@ def fused(
 
 def refuses_triton(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any) -> str | None:
     """Why the kernels cannot serve a call, or None."""
-    if find_spec("triton") is None:
+    if not TRITON:
         return "Triton is not installed"
-    if not q.is_cuda and not _interpreted():
+    if not q.is_cuda and not INTERPRETED:
         return f"its kernels run on a GPU, and q is on {q.device.type}"
     tensors = (q, k, v, g, beta, options["initial_state"])
     if odd := {x.dtype for x in tensors if x is not None} - set(DTYPES):
@@ -89,13 +92,6 @@ def refuses_gluon(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **op
     if q.dtype == torch.float32 or q.shape[3] != 128 or v.shape[3] != 128:
         return f"it serves 16-bit q with K = V = 128, and q is {q.dtype} with K = {q.shape[3]}, V = {v.shape[3]}"
     return None
-
-
-@cache
-def _interpreted() -> bool:
-    from triton import knobs
-
-    return bool(knobs.runtime.interpret)
 
 
 class _Fused(torch.autograd.Function):

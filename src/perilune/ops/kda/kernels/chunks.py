@@ -68,8 +68,8 @@ def _chunks(edges: tuple[int, ...], C: int, programs: int, processors: int, devi
     segments = _sums(counts)[:-1].repeat_interleave(parts) + length * _ranks(parts)
     segments = torch.cat((segments, counts.sum()[None]))
     split = len(segments) - 1 > len(counts)
-    tables = (starts, sizes.int(), segments.int(), _sums(parts).int())
-    return Chunks(len(starts), *(x.to(device) for x in tables), split)
+    tables = [x.to(device) for x in (starts, sizes.int(), segments.int(), _sums(parts).int())]
+    return Chunks(len(starts), tables[0], tables[1], tables[2], tables[3], split)
 
 
 def _sums(counts: Tensor) -> Tensor:
