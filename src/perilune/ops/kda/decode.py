@@ -14,8 +14,6 @@ again, by the same instructions in the same order, and the state is what it woul
 """
 
 from dataclasses import dataclass
-from importlib.util import find_spec
-from os import environ
 from typing import Any
 
 import torch
@@ -26,6 +24,7 @@ from perilune.core.backends import Backends
 from perilune.core.errors import ShapeError
 from perilune.ops.autocast import without_autocast
 from perilune.ops.kda.api import kda_step
+from perilune.ops.kda.fused import INTERPRETED, TRITON
 from perilune.ops.kda.gate import Gate
 
 MAX_STATE = 1 << 14  # elements of a head's state that the kernel holds in registers, sides rounded up to powers of two
@@ -212,9 +211,9 @@ def _triton_refuses(
     accepted: Tensor | None,
 ) -> str | None:
     K, V = pool.state.shape[2:]
-    if find_spec("triton") is None:
+    if not TRITON:
         return "Triton is not installed"
-    if not qkv.is_cuda and environ.get("TRITON_INTERPRET") != "1":
+    if not qkv.is_cuda and not INTERPRETED:
         return f"tensors are on {qkv.device.type}"
     if any(x.dtype not in (torch.float32, torch.bfloat16, torch.float16) for x in (qkv, out_gate)):
         return f"it takes float32, bfloat16 and float16, not {qkv.dtype} and {out_gate.dtype}"

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from perilune.ops.kda.kernels.dot import dot
+from perilune.ops.kda.kernels.rows import slice_of_head
 
 
 @triton.jit
@@ -21,10 +22,7 @@ def border_kernel(
     gradient of the one that leaves it, with REVERSE, where maps are transposed); inner [segments, H, K, V]: that of
     each segment, written.  All float32.
     """
-    slices = V // W
-    first = tl.program_id(0) % slices * W
-    head = tl.program_id(0) // slices % H
-    sequence = tl.program_id(0) // slices // H
+    first, head, sequence = slice_of_head(H, V, W)
     channels = tl.arange(0, K)
     state = channels[:, None] * V + first + tl.arange(0, W)[None, :]
     square = channels[:, None] * K + channels[None, :]

@@ -1,4 +1,4 @@
-"""The decay gates and the norm as device functions, in units of log2: exp2 is what the hardware has."""
+"""The decay gates as device functions, in units of log2: exp2 is what the hardware has."""
 
 import triton
 import triton.language as tl

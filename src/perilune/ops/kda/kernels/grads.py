@@ -83,42 +83,41 @@ def value_grads_kernel(
 
 
 @triton.jit
+def pair_grads(
+    dpairs, row, key, held, by, HALF: tl.constexpr, TERMS: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """(what the pairs that `held` selects bring to their rows, `by` and what they bring to their columns): [C, W] each.
+
+    dpairs: where their gradients [C, C] stand.  row, key: the factors of a pair, split into TERMS of HALF.
+    """
+    C: tl.constexpr = key.shape[0]
+    i = tl.arange(0, C)
+    at = dpairs + i[:, None] * C + i[None, :]
+    d = tl.where(held, tl.load(at), 0.0).to(HALF)
+    turned = tl.where(tl.trans(held), tl.load(tl.trans(at)), 0.0).to(HALF)
+    to_rows = tl.zeros_like(by)
+    for _ in tl.static_range(TERMS):
+        term = key.to(HALF)
+        to_rows = dot(d, term, acc=to_rows, PRECISION=PRECISION)
+        key -= term.to(tl.float32)
+        term = row.to(HALF)
+        by = dot(turned, term, acc=by, PRECISION=PRECISION)
+        row -= term.to(tl.float32)
+    return to_rows, by
+
+
+@triton.jit
 def block_grads(
     dpairs, Q, X, to, back, held, rows_q, rows_k, columns,
     HALF: tl.constexpr, TERMS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds what the pairs that `held` selects bring to (q as rows, k as rows, k as columns): [C, W] each.
 
-    dpairs: where the gradients of P stand, those of A behind them.  TERMS: of HALF that the factors are split into.
+    dpairs: where the gradients of P stand, those of A behind them.
     """
     C: tl.constexpr = X.shape[0]
-    i = tl.arange(0, C)
-    cc = i[:, None] * C + i[None, :]
-    key = X * back
-    by = columns * 0.0
-    by_q = by
-    by_k = by
-    dp = tl.where(held, tl.load(dpairs + cc), 0.0).to(HALF)
-    dpt = tl.where(tl.trans(held), tl.load(dpairs + tl.trans(cc)), 0.0).to(HALF)
-    query = Q * to
-    for _ in tl.static_range(TERMS):
-        term = key.to(HALF)
-        by_q = dot(dp, term, acc=by_q, PRECISION=PRECISION)
-        key -= term.to(tl.float32)
-        term = query.to(HALF)
-        by = dot(dpt, term, acc=by, PRECISION=PRECISION)
-        query -= term.to(tl.float32)
-    da = tl.where(held, tl.load(dpairs + C * C + cc), 0.0).to(HALF)
-    dat = tl.where(tl.trans(held), tl.load(dpairs + C * C + tl.trans(cc)), 0.0).to(HALF)
-    key = X * back
-    query = X * to
-    for _ in tl.static_range(TERMS):
-        term = key.to(HALF)
-        by_k = dot(da, term, acc=by_k, PRECISION=PRECISION)
-        key -= term.to(tl.float32)
-        term = query.to(HALF)
-        by = dot(dat, term, acc=by, PRECISION=PRECISION)
-        query -= term.to(tl.float32)
+    by_q, by = pair_grads(dpairs, Q * to, X * back, held, tl.zeros_like(columns), HALF, TERMS, PRECISION)
+    by_k, by = pair_grads(dpairs + C * C, X * to, X * back, held, by, HALF, TERMS, PRECISION)
     return rows_q + to * by_q, rows_k + to * by_k, columns + back * by
 
 

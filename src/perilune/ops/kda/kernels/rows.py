@@ -9,6 +9,14 @@ LEAST = tl.constexpr(-160.0)  # in log2; less than float32 can hold
 
 
 @triton.jit
+def slice_of_head(H, V, W: tl.constexpr):
+    """(first of W columns of V, head, sequence or segment) of a program; neighbours share a head."""
+    slices = V // W
+    program = tl.program_id(0)
+    return program % slices * W, program // slices % H, program // slices // H
+
+
+@triton.jit
 def load_rows(x, start, length, head, H, first, C: tl.constexpr, W: tl.constexpr, D: tl.constexpr):
     """[C, W] as stored: columns first .. first + W of one head of x [tokens, H, D]; zeros from `length` on."""
     rows = tl.arange(0, C)

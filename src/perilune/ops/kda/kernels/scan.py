@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from perilune.ops.kda.kernels.dot import dot
+from perilune.ops.kda.kernels.rows import slice_of_head
 
 
 @triton.jit
@@ -34,10 +35,7 @@ def scan_kernel(
     VALUES: without it v is zero, and what comes out is how a state passes through.  OUTPUT: write o.  KEEP: write
     the residuals, and the states that enter each chunk.
     """
-    slices = V // W
-    first = tl.program_id(0) % slices * W
-    head = tl.program_id(0) // slices % H
-    segment = tl.program_id(0) // slices // H
+    first, head, segment = slice_of_head(H, V, W)
     channels = tl.arange(0, K)
     rows = tl.arange(0, C)
     whole = (segment * H + head).to(tl.int64) * K * V + channels[None, :] * V + (first + tl.arange(0, W))[:, None]
@@ -86,10 +84,7 @@ def reverse_scan_kernel(
     [chunks * H * C, V], the gradients of Z = Diag(beta) Y, and `dstates`, descriptor [chunks * H * V, K], those of
     the states that leave each chunk.
     """
-    slices = V // W
-    first = tl.program_id(0) % slices * W
-    head = tl.program_id(0) // slices % H
-    segment = tl.program_id(0) // slices // H
+    first, head, segment = slice_of_head(H, V, W)
     channels = tl.arange(0, K)
     rows = tl.arange(0, C)
     whole = (segment * H + head).to(tl.int64) * K * V + channels[None, :] * V + (first + tl.arange(0, W))[:, None]
