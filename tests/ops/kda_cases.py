@@ -63,14 +63,16 @@ else:
 # 1.7e-3; the interpreter cuts it off instead of rounding it, which doubles every error.
 NARROW = {"o": 4e-3, "state": 4e-3, "dinitial": 4e-3, "dg": 6e-3, "dA_log": 1.5e-2, "ddt_bias": 1.5e-2}
 ADVERSARIAL = {
-    "same_key": {"o": 6e-3, "state": 8e-3, "dq": 7e-3, "dk": 6e-3, "dv": 2.5e-2, "dg": 8e-3, "dbeta": 3e-2},
+    "same_key": {"o": 1e-2, "state": 1e-2, "dq": 1e-2, "dk": 8e-3, "dv": 3e-2, "dg": 1e-2, "dbeta": 3e-2},
     "converged": {"dk": 6e-3, "dbeta": 0.3},  # states in bfloat16 have no more digits left of what they fail to predict
+    **dict.fromkeys(("ceiling", "halves"), {"dA_log": 3e-2}),  # four numbers, sums in which little is left
     "shut": {"dg": 1.5e-2, "ddt_bias": 2e-2},  # one gate in a hundred has a gradient at all
 }
 WIDE = {
     "converged": {"dbeta": 3e-4},
     "shut": dict.fromkeys(("dg", "dA_log", "ddt_bias"), 1e-4),
     "steep": dict.fromkeys(("dg", "dA_log", "ddt_bias"), 1e-4),
+    "random": {"ddt_bias": 2e-5},
     "fast": {"dA_log": 3e-5, "ddt_bias": 3e-5},
 }
 

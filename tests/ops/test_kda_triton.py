@@ -110,9 +110,9 @@ def test_every_length(form: Form, T: int) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [f16, bf16, f32] if GPU else [f32])
-@pytest.mark.parametrize(("K", "V"), [(16, 64), (128, 16), (32, 256)] + [(64, 512), (128, 256), (16, 16)] * GPU)
+@pytest.mark.parametrize(("K", "V"), [(16, 64), (128, 16), (20, 80)] + [(64, 512), (128, 256), (1, 3), (96, 100)] * GPU)
 def test_widths(K: int, V: int, dtype: torch.dtype) -> None:
-    """Kernels that go through K and V in slices."""
+    """Kernels that go through K and V in slices, and widths that are none of theirs."""
     form = Form("triton", dtype, K, V)
     make(form, [20] if INTERPRETED else LONG, H=H).check(form)
 
@@ -151,7 +151,7 @@ def test_write_strength_is_not_rounded(form: Form) -> None:
     _, state = call.changed(**x | {"k": x["k"] + 1, "v": x["v"] + 1, "beta": x["beta"] + 0.5}).forward(form.backend)
     key = form.K**-0.5  # exact for 16 and 64
     assert state.dtype == f32
-    if key in (0.25, 0.125):
+    if key in (0.25, 0.125) and form.dtype == f32:  # what is written is a product's operand, in 16 bits if inputs are
         assert error(state, torch.full_like(state, 0.622459352 * key)) < 1e-6
 
 
@@ -446,11 +446,11 @@ def test_differentiable_once(form: Form) -> None:
 
 @on_each(FEW)
 def test_what_cannot_be_served_is_refused_by_name_and_passed_on_by_auto(form: Form) -> None:
-    served, odd = make(form, [5]), make(form._replace(K=48), [5])
+    served, odd = make(form, [5]), make(form._replace(K=144), [5])
     wide = {name: x.double() for name, x in served.inputs.items()}
     with pytest.raises(BackendError, match=f"cannot run on '{form.backend}'.*float64"):
         served.forward(form.backend, wide)
-    with pytest.raises(BackendError, match=f"cannot run on '{form.backend}'.*K is 48"):
+    with pytest.raises(BackendError, match=f"cannot run on '{form.backend}'.*K is 144"):
         odd.forward(form.backend)
     assert same_bits(odd.forward("auto")[0], odd.forward("chunked")[0])
     assert same_bits(served.forward("auto", wide)[0], served.forward("chunked", wide)[0])

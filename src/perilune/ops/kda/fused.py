@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from perilune.ops.first_order import first_order
 from perilune.ops.kda.gate import BoundedGate, Gate
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
 TRITON = find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")  # as Triton reads it
-WIDTHS = (16, 32, 64, 128)
-VERIFIED = {(128, 128)}  # (K, V) whose kernels have been compared with the reference on a GPU, not only interpreted
+NARROWEST = 16 if INTERPRETED else 64  # a GPU's kernels have not proved right at less
+WIDEST = {"K": 128, "V": 512}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -52,13 +53,27 @@ def fused(
     from perilune.ops.kda.kernels.launch import programs
     from perilune.ops.kda.kernels.plan import Plan
 
+    K, V = q.shape[3], v.shape[3]
+    q, k, g, v = (*(_widened(x, served(K)) for x in (q, k, g)), _widened(v, served(V)))
     plan = Plan.of(q, scale, gate, normalize_qk, beta_logits, hopper)
     chunks = chunks_of(q.shape[0], q.shape[1], cu, plan.chunk, programs(*v.shape[2:]), q.device)
     if initial_state is None:
         sequences = len(chunks.sequences) - 1
         initial_state = q.new_zeros(sequences, *q.shape[2:], v.shape[3], dtype=torch.float32)
-    gates = (gate.A_log, gate.dt_bias) if gate is not None else (None, None)
-    return _Fused.apply(q, k, v, g, beta, *gates, initial_state, plan, chunks)
+    initial_state = _widened(initial_state, served(V), served(K) - initial_state.shape[2])
+    gates = (gate.A_log, _widened(gate.dt_bias, served(K))) if gate is not None else (None, None)
+    o, state = _Fused.apply(q, k, v, g, beta, *gates, initial_state, plan, chunks)
+    return o[..., :V], state[..., :K, :V]
+
+
+def served(width: int) -> int:
+    """The power of two that the kernels work with for so many channels: zeros beyond them change nothing."""
+    return max(NARROWEST, 1 << (width - 1).bit_length())
+
+
+def _widened(x: Tensor, width: int, rows: int = 0) -> Tensor:
+    """x [..., r, c] with zeros up to `width` columns, and so many more rows."""
+    return pad(x, (0, width - x.shape[-1], 0, rows)) if width > x.shape[-1] or rows else x
 
 
 def refuses_triton(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any) -> str | None:
@@ -71,11 +86,9 @@ def refuses_triton(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **o
     if odd := {x.dtype for x in tensors if x is not None} - set(DTYPES):
         return f"its kernels compute in float32, and an input is {sorted(map(str, odd))[0]}"
     K, V = q.shape[3], v.shape[3]
-    if K not in WIDTHS or V & (V - 1) or not 16 <= V <= 512:
-        return f"its kernels serve K of 16, 32, 64, 128 and V of 16, 32 .. 512, and K is {K}, V is {V}"
-    if q.is_cuda and (K, V) not in VERIFIED:
-        return f"on a GPU its kernels are verified for K = V = 128 alone so far, and K is {K}, V is {V}"
-    if q.numel() // K * max(K, V) >= 2**31 * 64:
+    if not (1 <= K <= WIDEST["K"] and 1 <= V <= WIDEST["V"]):
+        return f"its kernels serve K from 1 to {WIDEST['K']} and V from 1 to {WIDEST['V']}, and K is {K}, V is {V}"
+    if q.numel() // K * max(served(K), served(V)) >= 2**31 * 64:
         return "there are too many tokens times heads for 32-bit rows of its workspace"
     return None
 
@@ -89,8 +102,9 @@ def refuses_gluon(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **op
     gate = options["gate"]
     if not isinstance(gate, BoundedGate) or gate.g_min < -5.25:
         return "it needs the bounded gate, of -5.25 or above"
-    if q.dtype == torch.float32 or q.shape[3] != 128 or v.shape[3] != 128:
-        return f"it serves 16-bit q with K = V = 128, and q is {q.dtype} with K = {q.shape[3]}, V = {v.shape[3]}"
+    K, V = q.shape[3], v.shape[3]
+    if q.dtype == torch.float32 or served(K) != 128 or served(V) != 128:
+        return f"it serves 16-bit q with K and V from 65 to 128, and q is {q.dtype} with K = {K}, V = {V}"
     return None
 
 
