@@ -17,6 +17,7 @@ from perilune.bench.kda import decode
 from perilune.bench.kda.check import ALLOWED, SHAPES, Verdict, check
 from perilune.bench.kda.comparison import Comparison
 from perilune.bench.kda.contenders import CONTENDERS, Contender
+from perilune.bench.kda.drift import ALONG, drift, worst
 from perilune.bench.kda.problem import REGIMES, Shape, forward_backward, make, ours
 from perilune.bench.meter import Meter, TooSlow
 from perilune.ops import BoundedGate, kda
@@ -51,7 +52,7 @@ class Clock(Meter):
 def comparison(*contenders, clock=None):
     return Comparison(
         shapes=(Shape(1, 10, 2, 16), Shape(2, 5, 1, 16)), checked=CHECKED, sizes=(decode.Size(3, 2, 16),),
-        contenders=contenders, device=CPU, meter=clock or Clock(),
+        contenders=contenders, device=CPU, meter=clock or Clock(), long=Shape(1, 128, 1, 16),
     )  # fmt: skip
 
 
@@ -87,6 +88,9 @@ def test_all_gates_of_all_shapes_are_checked_timed_and_written(tmp_path, capsys)
     for row in result["contenders"]:
         assert set(row["errors"]) == set(ALLOWED)
         assert all(0 < row["errors"][name] <= allowed for name, allowed in ALLOWED.items())
+    assert set(result["drift"]["errors"]) == set(REGIMES)
+    assert {len(windows) for along in result["drift"]["errors"].values() for windows in along.values()} == {8}
+    assert "largest errors along 128 tokens" in printed
     for text in ("1, 10, 2", "2, 5, 1", "perilune on chunked", "TB/s of states", "27000.0", "allowed"):
         assert text in printed
 
@@ -196,6 +200,21 @@ def test_every_quantity_is_looked_at():
         verdict = Verdict()
         verdict.add(got, exact, "here")
         assert verdict.failed.startswith(f"{name} is off by")
+
+
+def test_errors_that_grow_along_the_sequence_are_found(monkeypatch):
+    def drifting(problem, backend="auto"):
+        o = ours(problem, backend)
+        return o if backend == "chunked" else o * (1 + 3e-2 * torch.linspace(0, 1, o.shape[1])[:, None, None])
+
+    exact = drift(Shape(1, 64, 2, 16), CPU)
+    assert not worst(exact)
+    monkeypatch.setattr("perilune.bench.kda.drift.ours", drifting)
+    errors = drift(Shape(1, 64, 2, 16), CPU)
+    assert all(set(along) == set(ALONG) for along in errors.values())
+    assert all(along["o"] == sorted(along["o"]) for along in errors.values())
+    assert worst(errors).startswith("o is off by 3.1e-02")
+    assert "in window 8 (fast gates)" in worst(errors)
 
 
 def test_what_is_checked_is_packed_as_well():

@@ -13,10 +13,12 @@ from perilune.bench.case import DEVICE, Sheet
 from perilune.bench.kda import decode
 from perilune.bench.kda.check import ALLOWED, SHAPES, Verdict, check, reason
 from perilune.bench.kda.contenders import CONTENDERS, Contender
+from perilune.bench.kda.drift import drift, worst
 from perilune.bench.kda.problem import REGIMES, Shape, forward_backward, make, path
 from perilune.bench.meter import Meter, TooSlow
 
 MIB = 2**20
+LONG = Shape(1, 1 << 20, 1)
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Comparison(Sheet):
     title: str = "Kimi Delta Attention, bf16, heads of 128"
     shapes: Sequence[Shape] = (Shape(1, 8192, 96), Shape(1, 65536, 32), Shape(8, 4096, 16), Shape(1, 32768, 8))
     checked: Sequence[Shape] = SHAPES
+    long: Shape = LONG
     sizes: Sequence[decode.Size] = (decode.Size(64, 32), decode.Size(256, 96))
     contenders: Sequence[Contender] = CONTENDERS
     device: torch.device = DEVICE
@@ -36,12 +39,15 @@ class Comparison(Sheet):
         ours = [contender.label for contender in present if contender.package is None]
         wrong = [f"{label}: {verdicts[label].failed}" for label in ours if verdicts[label].failed]
         failed = "; ".join(wrong) or decode.check(self.device)
+        along = {} if failed else drift(self.long, self.device)
+        failed = failed or worst(along)
         result = {
             "name": self.name,
             "title": self.title,
             "check": f"failed: {failed}" if failed else "passed",
             "backend": path(make(self.checked[0], REGIMES[0], self.device)),
             "contenders": [self.standing(contender, verdicts.get(contender.label)) for contender in self.contenders],
+            "drift": {"T": self.long.T, "errors": {} if failed else along},
             "times": [],
             "decode": [],
             "passed": not failed,
@@ -101,6 +107,7 @@ class Comparison(Sheet):
         for row in result["contenders"]:
             if why := row.get("skipped") or row["failed"]:
                 yield f"{row['label']} is not timed: {why}"
+        yield drift_table(result["drift"])
         yield times_table(f"{self.title}: ms; perilune on {result['backend']}", result["times"])
         for row in result["times"]:
             if why := row.get("skipped"):
@@ -114,6 +121,19 @@ def errors_table(standings: list[dict[str, Any]]) -> Table:
         if errors := row.get("errors"):
             table.add_row(row["label"], *(thousandths(errors[name]) if name in errors else "" for name in ALLOWED))
     table.add_row("allowed", *map(thousandths, ALLOWED.values()))
+    return table
+
+
+def drift_table(found: dict[str, Any]) -> Table:
+    """A line for every kind of gates: outputs, then all gradients of tokens, the largest in each window."""
+    by_regime = found["errors"]
+    windows = len(next(iter(by_regime.values()))["o"])
+    title = f"largest errors along {found['T']:,} tokens, thousandths of the norm"
+    table = table_of(title, "", *(f"{i + 1}/{windows}" for i in range(windows)))
+    for regime, along in by_regime.items():
+        table.add_row(f"o, {regime}", *map(thousandths, along["o"]))
+        grads = zip(*(errors for name, errors in along.items() if name != "o"))
+        table.add_row(f"gradients, {regime}", *(thousandths(max(window)) for window in grads))
     return table
 
 
