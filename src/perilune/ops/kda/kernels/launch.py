@@ -2,6 +2,8 @@
 
 import torch
 from torch import Tensor
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from perilune.ops.kda.kernels.border import border_kernel
@@ -12,16 +14,19 @@ from perilune.ops.kda.kernels.plan import Plan
 from perilune.ops.kda.kernels.prepare import prepare_kernel, solve_kernel
 from perilune.ops.kda.kernels.prepare_hopper import prepare_hopper_kernel
 from perilune.ops.kda.kernels.scan import reverse_scan_kernel, scan_kernel
+from perilune.ops.kda.kernels.solve_hopper import solve_hopper_kernel
 from perilune.ops.kda.kernels.workspace import Flow, Records
 
 # Found on an H200 at K = V = 128; see docs/log.md
 PREPARE = {"W": 64, "num_warps": 4, "num_stages": 1}
 SOLVE = {"num_warps": 4, "num_stages": 1}
+SOLVE_HOPPER = {"num_warps": 1}
 SCAN = {"W": 128, "num_warps": 8, "num_stages": 2}
 BORDER = {"W": 32, "num_warps": 4, "num_stages": 1}
 VALUE_GRADS = {"VW": 64, "num_warps": 4, "num_stages": 1}
 KEY_GRADS = {"W": 64, "VW": 64, "num_warps": 4, "num_stages": 1}
 
+SWIZZLED = NVMMASharedLayout(128, 16)  # how the copy engine lays 16-bit tiles in shared memory
 Gates = tuple[Tensor | None, Tensor | None]  # A_log [H], dt_bias [H, K]
 
 
@@ -33,10 +38,11 @@ def prepare(q: Tensor, k: Tensor, z: Tensor, beta: Tensor, gates: Gates, plan: P
     pairs = records.solve.view(torch.float16) if plan.normalize and not plan.wide else records.solve
     matrices = (*records[:3], pairs, *records[4:])
     if chunks.number and plan.hopper:
+        inputs = (GluonDescriptor.from_tensor(x.flatten(0, 1).flatten(1), [C, K], SWIZZLED) for x in (q, k, z))
         prepare_hopper_kernel[(chunks.number * H,)](
-            q, k, z, beta, *gates, *matrices, chunks.starts, chunks.lengths,
+            *inputs, beta, *gates, *matrices, chunks.starts, chunks.lengths,
             plan.scale, plan.g_min, plan.middle, H,
-            K=K, NORM=plan.normalize, BETA_LOGITS=plan.beta_logits, num_warps=8,
+            K=K, NORM=plan.normalize, BETA_LOGITS=plan.beta_logits, num_warps=K // 16,
         )  # fmt: skip
     elif chunks.number:
         prepare_kernel[(chunks.number * H,)](
@@ -45,7 +51,9 @@ def prepare(q: Tensor, k: Tensor, z: Tensor, beta: Tensor, gates: Gates, plan: P
             GATE=plan.gate, NORM=plan.normalize, BETA_LOGITS=plan.beta_logits, FROM=plan.smallest, TERMS=plan.terms,
             HALF=plan.half, PRECISION=plan.precision, **_narrowed(PREPARE, W=K),
         )  # fmt: skip
-    if chunks.number:
+    if chunks.number and plan.hopper and plan.normalize:
+        solve_hopper_kernel[(chunks.number * H,)](pairs, records.solve, records.strength, **SOLVE_HOPPER)
+    elif chunks.number:
         solve_kernel[(chunks.number * H,)](
             pairs, records.solve, records.strength, C=C, HALF=plan.half, PRECISION=plan.precision, **SOLVE
         )
