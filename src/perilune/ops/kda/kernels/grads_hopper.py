@@ -1,234 +1,344 @@
 """`key_grads_kernel` for Hopper's tensor cores, in Gluon: bounded decay, K = V = 128, chunks of 64 rows, 16-bit inputs.
 
-One program a chunk and head.  What a row reads comes from the state and from the tiles before its own, nearest last; so
-an accumulator starts with the state's part, is scaled by what each tile retains as the next one is added, and ends up
-referring to the start of the row's tile.  The gradients of columns run the other way.  q stands above k throughout.
+A program has 64 channels of a chunk and head, so that two fit a multiprocessor.  What a row reads comes from the state
+and from the tiles up to its own: an accumulator starts with the state's part, refers to the start of a tile, and is
+scaled by what the tile retains as it moves on to the next.  The gradients of columns run the other way.  Thus a row
+needs two numbers only, what it reads and what it is near, whatever tile the other row of a pair is in.
+
+Both are rounded once, to 16 bits, and serve as operands of the products and as factors of what these bring: so what a
+pair gives its row and its column are the same three numbers' product, and cancels in the decay's gradient.
+
+Outside the products a thread has the 16 rows of a tile in one channel.  q stands above k throughout.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
-from perilune.ops.kda.kernels.prepare_hopper import LOG2E, add, sigmoid
+from perilune.ops.kda.kernels.prepare_hopper import LOG2E, add
 
-FLAT = gl.constexpr(gl.BlockedLayout([16, 2], [1, 32], [4, 2], [1, 0]))  # [64, K]: a tile's rows in a thread
-ROWS = gl.constexpr(gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 2], [2, 1, 0]))  # the same as [4, 16, K]
-LINES = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))  # [., 128] in 16-byte pieces
-SHORT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))  # [., 64]
-STACK = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 128, 16]))  # [128, 128]
-SINGLE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 64, 16]))  # [64, 128]
+FLAT = gl.constexpr(gl.BlockedLayout([16, 1], [1, 32], [4, 2], [1, 0]))  # [64, W]: a tile's rows in a thread
+ROWS = gl.constexpr(gl.BlockedLayout([1, 16, 1], [1, 1, 32], [4, 1, 2], [2, 1, 0]))  # the same as [4, 16, W]
+TILES = gl.constexpr(gl.BlockedLayout([4, 1, 1], [1, 1, 32], [1, 4, 2], [2, 1, 0]))  # [4, 4, W], of any, for a tile
+ROW = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))  # [64]
+LINES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))  # [64, W] in 16-byte pieces
+STACK = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 64, 16]))  # [128, W]
+SINGLE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))  # [64, W]
+# The same with the rows of a tile apart: [2, 4, 16, W], [1, 4, 16, W]
+STACK_TILES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 0, 0, 1], [0, 0, 8, 0], [0, 0, 0, 8], [0, 0, 0, 16], [0, 0, 0, 32]],
+        [[0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0]],
+        [[0, 1, 0, 0], [0, 2, 0, 0], [1, 0, 0, 0]],
+        [],
+        [2, 4, 16, 64],
+    )
+)
+SINGLE_TILES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 0, 0, 1], [0, 0, 8, 0], [0, 0, 0, 8], [0, 0, 0, 16]],
+        [[0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0]],
+        [[0, 1, 0, 0], [0, 2, 0, 0], [0, 0, 0, 32]],
+        [],
+        [1, 4, 16, 64],
+    )
+)
 HALF = gl.constexpr(gl.NVMMASharedLayout(128, 16))
-WIDE = gl.constexpr(gl.NVMMASharedLayout(128, 32))
+STEPS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+LIST = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+PASSED_ON = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))  # from products to threads without bank conflicts
+# [W, W] of the latter, by diagonals
+DIAGONALS = gl.constexpr(
+    gl.SharedLinearLayout(
+        [[1, 0], [2, 0], [4, 0], [8, 0], [16, 0], [32, 0], [9, 1], [18, 2], [4, 4], [8, 8], [16, 16], [32, 32]]
+    )
+)
+
+
+@gluon.jit
+def exp2(x):
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def inverse(x):
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def tiled(x):
-    """[64, K] -> [4, 16, K]"""
-    return gl.convert_layout(gl.reshape(x, [4, 16, x.shape[1]]), ROWS)
+    """[64, W] -> [4, 16, W]"""
+    return gl.convert_layout(gl.reshape(x, [4, 16, x.shape[1]]), ROWS, assert_trivial=True)
 
 
 @gluon.jit
 def flat(x):
-    """[4, 16, K] -> [64, K]"""
-    return gl.convert_layout(gl.reshape(x, [64, x.shape[2]]), FLAT)
+    """[4, 16, W] -> [64, W]"""
+    return gl.convert_layout(gl.reshape(x, [64, x.shape[2]]), FLAT, assert_trivial=True)
 
 
 @gluon.jit
-def of_tile(whole, m: gl.constexpr):
-    """whole [4, K] -> [K]: the sum of tile m, everywhere."""
-    tile = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(1, ROWS)))[:, None]
-    return gl.sum(gl.where(tile == m, whole, 0.0), 0)
+def by_tile(x):
+    """[4, W] -> [64, W]"""
+    return flat(x[:, None, :] + gl.zeros([4, 16, x.shape[1]], gl.float32, ROWS))
 
 
 @gluon.jit
-def tile_sums(x, LATER: gl.constexpr):
-    """x [4, 16, K] -> [4, 1, K]: sums over the tiles after each, or before it."""
-    whole = gl.sum(x, 1)
-    tile = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(1, ROWS)))[:, None]
-    total = gl.zeros_like(whole)
-    for m in gl.static_range(4):
-        if LATER:
-            total += gl.where(tile < m, of_tile(whole, m)[None, :], 0.0)
-        else:
-            total += gl.where(tile > m, of_tile(whole, m)[None, :], 0.0)
-    return total[:, None, :]
+def by_channel(x):
+    """[W] -> [4, W]"""
+    return gl.convert_layout(x, gl.SliceLayout(0, gl.SliceLayout(1, ROWS)), assert_trivial=True)[None, :]
 
 
 @gluon.jit
-def scaled(acc, retained, keep, layout: gl.constexpr):
-    """acc times retained [K] where keep does not hold."""
-    factor = gl.convert_layout(retained, gl.SliceLayout(0, layout))[None, :]
-    return acc * gl.where(keep, 1.0, factor)
+def every_tile(x):
+    """x [4, W] with all tiles in a thread."""
+    return gl.convert_layout(x, gl.SliceLayout(1, TILES))
 
 
 @gluon.jit
-def stage_split(high, low, x):
-    """x as a sum of two numbers of 16 bits: what a pair gives its row and column cancels in the decay's gradient."""
-    first = x.to(high.dtype)
-    high.store(first)
-    low.store((x - first.to(gl.float32)).to(low.dtype))
+def of_tiles(held, every, other):
+    """every [4, W] -> [4, 4, W]: of all tiles those that `held` says, for each."""
+    return gl.where(held, every[:, None, :], other)
+
+
+@gluon.jit
+def times(x, factor, parts: gl.constexpr, apart: gl.constexpr, together: gl.constexpr):
+    """x [parts * 64, W] by factor [1, 4, W] of tiles, which is in shared memory."""
+    factor = factor.load(gl.SliceLayout(2, apart))[:, :, None, :]
+    x = gl.convert_layout(gl.reshape(x, [parts, 4, 16, x.shape[1]]), apart, assert_trivial=True) * factor
+    return gl.convert_layout(gl.reshape(x, [parts * 64, x.shape[3]]), together, assert_trivial=True)
+
+
+@gluon.jit
+def sum_of_tiles(held, every):
+    """[4, W] -> [4, W]"""
+    total = gl.sum(of_tiles(held, every, 0.0), 0)
+    return gl.convert_layout(total, gl.SliceLayout(1, ROWS), assert_trivial=True)
+
+
+@gluon.jit
+def clear(smem, length):
+    """Zeros in the rows from `length` on, which are another sequence's."""
+    line = gl.arange(0, 64, gl.SliceLayout(1, LINES))[:, None]
+    x = smem.load(LINES)
+    smem.store(gl.where(line < length, x, gl.zeros_like(x)))
+
+
+@gluon.jit
+def new_barrier():
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=1)
+    return bar
+
+
+@gluon.jit
+def listed(x):
+    """x [64] for threads to read."""
+    return gl.allocate_shared_memory(gl.float32, [64], LIST, x)
+
+
+@gluon.jit
+def of_rows(x):
+    """What is `listed`: [64, 1]"""
+    return x.load(gl.SliceLayout(1, FLAT))[:, None]
 
 
 @gluon.jit
 def key_grads_hopper_kernel(
-    q, k, z, A_log, dt_bias, do,
-    q_norm, k_norm, residuals, states, dz_, dstates, dpairs, down, along_q, along_k,
+    q, k, z, do, residuals, dz_, states, dstates, dpairs,
+    A_log, dt_bias, q_norm, k_norm, down, along_q, along_k,
     dq, dk, dz, dbias, drate,
     starts, lengths,
     scale, g_min, middle, H,
     K: gl.constexpr, NORM: gl.constexpr,
 ):  # fmt: skip
-    """As `key_grads_kernel`, with W = K."""
-    head = gl.program_id(0) % H
-    chunk = gl.program_id(0) // H
+    """As `key_grads_kernel`, with W = 64.  The first nine as descriptors of [64, W], states of [128, W]."""
+    W: gl.constexpr = 64
+    parts: gl.constexpr = K // W
+    part = gl.program_id(0) % parts  # neighbours read the same values, out of the cache
+    head = gl.program_id(0) // parts % H
+    chunk = gl.program_id(0) // parts // H
+    first = part * W
     start = gl.load(starts + chunk)
     length = gl.load(lengths + chunk)
-    record = (chunk * H + head).to(gl.int64)
+    record = chunk * H + head
+    column = head * K + first
 
-    # The rows of the chunk
-    row = gl.arange(0, 64, gl.SliceLayout(1, FLAT))[:, None]
-    channel = gl.arange(0, K, gl.SliceLayout(0, FLAT))[None, :]
-    this = gl.arange(0, 64, gl.SliceLayout(1, FLAT))
-    live = row < length
-    at = (start + row).to(gl.int64) * H * K + head * K + channel
+    # All copies ahead of use, in its order
+    z_bar = new_barrier()
+    states_bar = new_barrier()
+    left_bar = new_barrier()
+    keys_bar = new_barrier()
+    pairs_bar = new_barrier()
+    logits = gl.allocate_shared_memory(z.dtype, [64, W], z.layout)
+    entering = gl.allocate_shared_memory(gl.bfloat16, [128, W], HALF)
+    leaving = gl.allocate_shared_memory(gl.bfloat16, [128, W], HALF)
+    written = gl.allocate_shared_memory(gl.bfloat16, [64, K], HALF)
+    left = gl.allocate_shared_memory(gl.bfloat16, [128, K], HALF)
+    queries = gl.allocate_shared_memory(q.dtype, [64, W], HALF)
+    keys = gl.allocate_shared_memory(k.dtype, [64, W], HALF)
+    mbarrier.expect(z_bar, 64 * W * z.dtype.primitive_bitwidth // 8)
+    mbarrier.expect(states_bar, 2 * 128 * W * 2 + 64 * K * 2)
+    mbarrier.expect(left_bar, 128 * K * 2)
+    mbarrier.expect(keys_bar, 128 * W * 2)
+    mbarrier.expect(pairs_bar, 128 * 64 * 2)
+    token = start.to(gl.int32)
+    tma.async_copy_global_to_shared(z, [token, column], z_bar, logits)
+    tma.async_copy_global_to_shared(states, [record * 128, first], states_bar, entering)
+    tma.async_copy_global_to_shared(dstates, [record * 128, first], states_bar, leaving)
+    tma.async_copy_global_to_shared(residuals, [record * 64, 0], states_bar, written)
+    tma.async_copy_global_to_shared(do, [token, head * K], left_bar, left.slice(0, 64))
+    tma.async_copy_global_to_shared(dz_, [record * 64, 0], left_bar, left.slice(64, 64))
+    tma.async_copy_global_to_shared(q, [token, column], keys_bar, queries)
+    tma.async_copy_global_to_shared(k, [token, column], keys_bar, keys)
+
+    # Factors of rows
+    row = record.to(gl.int64) * 64 + gl.arange(0, 64, ROW)
+    own = gl.load(down + row)
+    k_factor = gl.load(k_norm + row)
+    q_factor = gl.load(q_norm + row) * scale
+    to_q = listed(q_factor)
+    to_k = listed(k_factor)
+    own_q = listed(q_factor * own)
+    own_k = listed(k_factor * own)
+    if NORM:
+        with_q = listed(q_factor * gl.load(along_q + row) / (scale * scale))
+        with_k = listed(k_factor * gl.load(along_k + row))
+
+    # Decay
+    channel = gl.arange(0, W, gl.SliceLayout(0, FLAT))
+    live = gl.arange(0, 64, gl.SliceLayout(1, FLAT))[:, None] < length
     rate = gl.exp(gl.load(A_log + head).to(gl.float32))
-    bias = gl.load(dt_bias + head * K + channel).to(gl.float32)
-    logit = gl.load(z + at, mask=live, other=0.0).to(gl.float32) + bias
-    g = tiled(gl.where(live, g_min * LOG2E * sigmoid(rate * logit), 0.0))
-    through = flat(gl.associative_scan(g, 1, add))
+    rate_2 = rate * LOG2E
+    bias = gl.load(dt_bias + column + channel).to(gl.float32)[None, :] * rate_2
+    mbarrier.wait(z_bar, 0)
+    x = logits.load(FLAT).to(gl.float32) * rate_2 + bias
+    e = exp2(-gl.abs(x))
+    g = tiled(gl.where(live, g_min * LOG2E * gl.where(x < 0, e, 1.0) * inverse(1.0 + e), 0.0))
+    to = exp2(flat(gl.associative_scan(g, 1, add)) + middle)
     whole = gl.sum(g, 1)
-    border = flat(whole[:, None, :] + gl.zeros_like(g))
-    retained_0 = gl.exp2(of_tile(whole, 0))
-    retained_1 = gl.exp2(of_tile(whole, 1))
-    retained_2 = gl.exp2(of_tile(whole, 2))
-    retained_3 = gl.exp2(of_tile(whole, 3))
+    every = every_tile(whole)
+    other = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, TILES)))[:, None][:, :, None]
+    tile = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, TILES)))[None, :][:, :, None]
+    until = exp2(sum_of_tiles(other >= tile, every) + middle)  # from the middle of a tile to the end of the chunk
 
     # What states bring
-    line = gl.arange(0, 64, gl.SliceLayout(1, LINES))[:, None]
-    lane = gl.arange(0, K, gl.SliceLayout(0, LINES))[None, :]
-    deep = gl.arange(0, 128, gl.SliceLayout(1, LINES))[:, None]
-    vk = record * K * K + deep * K + lane
-    cv = record * 64 * K + line * K + lane
-    S = gl.load(states + vk)
-    dS = gl.load(dstates + vk)
-    # Shared memory is short: the same two blocks serve three times
-    block = gl.allocate_shared_memory(gl.bfloat16, [2, 128, K], HALF)
-    both = gl.allocate_shared_memory(gl.float32, [128, K], WIDE)
-    left = block.index(0)
-    entering = block.index(1)
-    leaving = both._reinterpret(gl.bfloat16, [2, 128, K], HALF).index(0)
-    written = both._reinterpret(gl.bfloat16, [4, 64, K], HALF).index(2)
-    entering.store(S)
-    leaving.store(dS)
-    passed = gl.sum(S.to(gl.float32) * dS.to(gl.float32), 0)  # [K]
-    written.store(gl.load(residuals + cv))
-    token = (start + line).to(gl.int64) * H * K + head * K + lane
-    left.slice(0, 64).store(gl.load(do + token, mask=line < length, other=0.0).to(gl.bfloat16))
-    left.slice(64, 64).store(gl.load(dz_ + cv))
-    fence_async_shared()
-    zero = gl.zeros([64, 128], gl.float32, SINGLE)
-    single = gl.arange(0, 64, gl.SliceLayout(1, SINGLE))[:, None] // 16  # the tile of each row
-    ends = warpgroup_mma(written, leaving, zero, use_acc=False)
-    ends = scaled(ends, retained_3, single > 2, SINGLE)
-    ends = scaled(ends, retained_2, single > 1, SINGLE)
-    ends = scaled(ends, retained_1, single > 0, SINGLE)
-    parked = gl.allocate_shared_memory(gl.float32, [64, K], WIDE, ends)  # registers are short
-    acc = warpgroup_mma(left, entering, gl.zeros([128, 128], gl.float32, STACK), use_acc=False)
+    mbarrier.wait(states_bar, 0)
+    ends = warpgroup_mma(written, leaving, gl.zeros([64, W], gl.float32, SINGLE), use_acc=False, is_async=True)
+    mbarrier.wait(left_bar, 0)
+    if length < 64:
+        clear(left.slice(0, 64), length)
+        fence_async_shared()
+        gl.thread_barrier()
+    acc = warpgroup_mma(left, entering, gl.zeros([128, W], gl.float32, STACK), use_acc=False, is_async=True)
+    overlap = gl.zeros([W, W], gl.float32, SINGLE)
+    overlap = warpgroup_mma(entering.permute((1, 0)), leaving, overlap, use_acc=False, is_async=True)
+    ends, acc, overlap = warpgroup_mma_wait(0, [ends, acc, overlap])
+    gl.thread_barrier()
+    pairs = leaving
+    tma.async_copy_global_to_shared(dpairs, [record * 128, 0], pairs_bar, pairs)
+    parked = entering._reinterpret(gl.float32, [64, W], PASSED_ON)
+    parked.store(ends)
+    left._reinterpret(gl.float32, [2, 64, W], PASSED_ON).index(1).store(overlap)
+    passed = left._reinterpret(gl.float32, [2, W, W], DIAGONALS).index(1).slice(0, 1).load(gl.SliceLayout(1, ROWS))
+    passed *= by_channel(exp2(gl.sum(every, 0)))
+    retained = exp2(every)  # what accumulators are scaled by as they move on
+    forward = left._reinterpret(gl.float32, [4, 4, 4, W], STEPS).index(0)
+    forward.store(of_tiles(tile > other, retained, 1.0))
+    back = left._reinterpret(gl.float32, [4, 4, 4, W], STEPS).index(1)
+    back.store(of_tiles(tile <= other, retained, 1.0))
 
-    reads = block.index(0)
-    reads_low = block.index(1)
-    near = both._reinterpret(gl.bfloat16, [4, 64, K], HALF).index(0)
-    near_low = both._reinterpret(gl.bfloat16, [4, 64, K], HALF).index(1)
-    far = both._reinterpret(gl.bfloat16, [4, 64, K], HALF).index(2)
-    far_low = both._reinterpret(gl.bfloat16, [4, 64, K], HALF).index(3)
-    X = gl.load(k + at, mask=live, other=0.0).to(gl.float32) * gl.load(k_norm + record * 64 + this)[:, None]
-    stage_split(reads.slice(64, 64), reads_low.slice(64, 64), X * gl.exp2(through + middle))
-    stage_split(near, near_low, X * gl.exp2(-through - middle))
-    stage_split(far, far_low, X * gl.exp2(border - through))
-    Q = gl.load(q + at, mask=live, other=0.0).to(gl.float32) * (gl.load(q_norm + record * 64 + this) * scale)[:, None]
-    stage_split(reads.slice(0, 64), reads_low.slice(0, 64), Q * gl.exp2(through + middle))
-    i = gl.arange(0, 128, gl.SliceLayout(1, SHORT))[:, None]
-    j = gl.arange(0, 64, gl.SliceLayout(0, SHORT))[None, :]
-    pair = gl.load(dpairs + 2 * record * 64 * 64 + i * 64 + j)
-    same = (i % 64) // 16 == j // 16
-    within = gl.allocate_shared_memory(gl.bfloat16, [128, 64], HALF)
-    within.store(gl.where(same, pair, 0.0).to(gl.bfloat16))
-    across = gl.allocate_shared_memory(gl.bfloat16, [128, 64], HALF)
-    across.store(gl.where(same, 0.0, pair).to(gl.bfloat16))
+    # What rows read and are near
+    mbarrier.wait(keys_bar, 0)
+    if length < 64:
+        clear(queries, length)
+        clear(keys, length)
+    near = written._reinterpret(gl.bfloat16, [2, W, 64], HALF).index(0).permute((1, 0))
+    reads_q = queries._reinterpret(gl.bfloat16, [W, 64], HALF).permute((1, 0))
+    reads_k = keys._reinterpret(gl.bfloat16, [W, 64], HALF).permute((1, 0))
+    Q = queries.load(FLAT).to(gl.float32) * of_rows(to_q)
+    X = keys.load(FLAT).to(gl.float32) * of_rows(to_k)
+    near.store((X * inverse(to)).to(gl.bfloat16))
+    reads_q.store((Q * to).to(gl.bfloat16))
+    reads_k.store((X * to).to(gl.bfloat16))
     fence_async_shared()
+    gl.thread_barrier()
 
-    stacked = gl.arange(0, 128, gl.SliceLayout(1, STACK))[:, None] % 64 // 16
-    acc = scaled(acc, retained_0, stacked < 1, STACK)
-    acc = warpgroup_mma(across.slice(0, 16, 1), far.slice(0, 16), acc)
-    acc = warpgroup_mma(across.slice(0, 16, 1), far_low.slice(0, 16), acc)
-    acc = scaled(acc, retained_1, stacked < 2, STACK)
-    acc = warpgroup_mma(across.slice(16, 16, 1), far.slice(16, 16), acc)
-    acc = warpgroup_mma(across.slice(16, 16, 1), far_low.slice(16, 16), acc)
-    acc = scaled(acc, retained_2, stacked < 3, STACK)
-    acc = warpgroup_mma(across.slice(32, 16, 1), far.slice(32, 16), acc)
-    acc = warpgroup_mma(across.slice(32, 16, 1), far_low.slice(32, 16), acc)
+    # Pairs
+    turned = pairs.permute((1, 0))
     acc *= gl.exp2(-middle)
-    acc = warpgroup_mma(within, near, acc)
-    acc = warpgroup_mma(within, near_low, acc)
+    columns = gl.zeros([64, W], gl.float32, SINGLE)
+    mbarrier.wait(pairs_bar, 0)
+    for m in gl.static_range(4):
+        acc = warpgroup_mma(pairs.slice(16 * m, 16, 1), near.slice(16 * m, 16), acc, is_async=True)
+        columns = warpgroup_mma(
+            turned.slice(48 - 16 * m, 16, 1), reads_q.slice(48 - 16 * m, 16), columns, is_async=True
+        )
+        columns = warpgroup_mma(
+            turned.slice(112 - 16 * m, 16, 1), reads_k.slice(48 - 16 * m, 16), columns, is_async=True
+        )
+        acc, columns = warpgroup_mma_wait(0, [acc, columns])
+        if m < 3:
+            acc = times(acc, forward.slice(m, 1), 2, STACK_TILES, STACK)
+            columns = times(columns, back.slice(2 - m, 1), 1, SINGLE_TILES, SINGLE)
+    both = left._reinterpret(gl.float32, [128, W], PASSED_ON)
     both.store(acc)
+    ours = pairs._reinterpret(gl.float32, [64, W], PASSED_ON)
+    gl.thread_barrier()
+    ours.store(columns)
 
-    turned = across.permute((1, 0))
-    columns = warpgroup_mma(turned.slice(48, 16, 1), reads.slice(48, 16), zero, use_acc=False)
-    columns = warpgroup_mma(turned.slice(48, 16, 1), reads_low.slice(48, 16), columns)
-    columns = warpgroup_mma(turned.slice(112, 16, 1), reads.slice(112, 16), columns)
-    columns = warpgroup_mma(turned.slice(112, 16, 1), reads_low.slice(112, 16), columns)
-    columns = scaled(columns, retained_2, single > 1, SINGLE)
-    columns = warpgroup_mma(turned.slice(32, 16, 1), reads.slice(32, 16), columns)
-    columns = warpgroup_mma(turned.slice(32, 16, 1), reads_low.slice(32, 16), columns)
-    columns = warpgroup_mma(turned.slice(96, 16, 1), reads.slice(96, 16), columns)
-    columns = warpgroup_mma(turned.slice(96, 16, 1), reads_low.slice(96, 16), columns)
-    columns = scaled(columns, retained_1, single > 0, SINGLE)
-    columns = warpgroup_mma(turned.slice(16, 16, 1), reads.slice(16, 16), columns)
-    columns = warpgroup_mma(turned.slice(16, 16, 1), reads_low.slice(16, 16), columns)
-    columns = warpgroup_mma(turned.slice(80, 16, 1), reads.slice(80, 16), columns)
-    columns = warpgroup_mma(turned.slice(80, 16, 1), reads_low.slice(80, 16), columns)
-    columns *= gl.exp2(-middle)
-    turned = within.permute((1, 0))
-    inner = warpgroup_mma(turned, reads, zero, use_acc=False)
-    inner = warpgroup_mma(turned, reads_low, inner)
-
-    back = gl.exp2(-through - middle)
-    dK = gl.convert_layout(columns, FLAT) * gl.exp2(border - through) + gl.convert_layout(inner, FLAT) * back
-    X = (reads.slice(64, 64).load(FLAT).to(gl.float32) + reads_low.slice(64, 64).load(FLAT).to(gl.float32)) * back
-    change = -X * dK
-    ends = parked.load(FLAT) * gl.exp2(border - through)
-    dK += ends
-    gone = X * ends
-    to = gl.exp2(through + middle)
-    rows_k = both.slice(64, 64).load(FLAT) * to
-    dK += rows_k
-    change += X * rows_k
-    Q = (reads.slice(0, 64).load(FLAT).to(gl.float32) + reads_low.slice(0, 64).load(FLAT).to(gl.float32)) * back
-    dQ = both.slice(0, 64).load(FLAT) * to
-    change += Q * dQ
-    own = gl.load(down + record * 64 + this)[:, None]
-    dQ += own * X
-    dK += own * Q
+    # Gradients of q and k
+    RQ = reads_q.load(FLAT).to(gl.float32)
+    N = near.load(FLAT).to(gl.float32)
+    by_row = both.slice(0, 64).load(FLAT)
+    change = RQ * by_row
+    dQ = to * (of_rows(to_q) * by_row + of_rows(own_q) * N)
     if NORM:
-        k_factor = gl.load(k_norm + record * 64 + this)[:, None]
-        q_factor = gl.load(q_norm + record * 64 + this)[:, None]
-        dQ = (dQ * scale - Q * (gl.load(along_q + record * 64 + this) / scale)[:, None]) * q_factor
-        dK = (dK - X * gl.load(along_k + record * 64 + this)[:, None]) * k_factor
-    else:
-        dQ *= scale
-    gl.store(dq + at, dQ.to(dq.dtype.element_ty), mask=live)
-    gl.store(dk + at, dK.to(dk.dtype.element_ty), mask=live)
+        dQ -= inverse(to) * (of_rows(with_q) * RQ)
+    queries.store(dQ.to(q.dtype))
+    by_row = both.slice(64, 64).load(FLAT)
+    change += reads_k.load(FLAT).to(gl.float32) * by_row
+    by_column = ours.load(FLAT)
+    change -= N * by_column
+    end = parked.load(FLAT) * by_tile(until)
+    gone = N * end
+    dK = of_rows(to_k) * by_row
+    if NORM:
+        dK -= of_rows(with_k) * N
+    dK = to * dK + inverse(to) * (of_rows(to_k) * (by_column + end) + of_rows(own_k) * RQ)
+    keys.store(dK.to(k.dtype))
 
-    # Reads within the chunk from a row on, and writes that leave it before the row: neither sum cancels
-    passed = gl.convert_layout(passed, gl.SliceLayout(0, gl.SliceLayout(1, ROWS)))
-    passed *= retained_0 * retained_1 * retained_2 * retained_3
-    change = tiled(gl.where(live, change, 0.0))
-    gone = tiled(gl.where(live, gone, 0.0))
-    later = gl.associative_scan(change, 1, add, reverse=True) + tile_sums(change, True)
-    earlier = gl.associative_scan(gone, 1, add) - gone + tile_sums(gone, False)
-    dg = gl.where(live, flat(later + earlier + passed[None, :][:, None, :]), 0.0)
-    logit = gl.load(z + at, mask=live, other=0.0).to(gl.float32) + bias
-    dlogit = dg * g_min * rate * sigmoid(rate * logit) * sigmoid(-rate * logit)
-    gl.store(dz + at, dlogit.to(dz.dtype.element_ty), mask=live)
-    gl.store(dbias + record * K + gl.arange(0, K, gl.SliceLayout(0, FLAT)), gl.sum(dlogit, 0))
-    gl.store(drate + record, gl.sum(gl.sum(dlogit * logit, 0), 0))
+    # Reads within the chunk from a row on, and writes that leave it before the row
+    change = tiled(change)
+    gone = tiled(gone)
+    base = (
+        sum_of_tiles(other >= tile, every_tile(gl.sum(change, 1)))
+        + sum_of_tiles(other < tile, every_tile(gl.sum(gone, 1)))
+        + passed
+    )
+    change -= gone
+    dg = flat(base[:, None, :] - gl.associative_scan(change, 1, add) + change)
+    x = logits.load(FLAT).to(gl.float32) * rate_2 + bias
+    e = exp2(-gl.abs(x))
+    s = inverse(1.0 + e)
+    dx = gl.where(live, dg * (e * s * s), 0.0)
+    logits.store((dx * (g_min * rate)).to(z.dtype))
+    by_bias = gl.sum(every_tile(gl.sum(tiled(dx), 1)), 0) * (g_min * rate)
+    by_rate = gl.sum(gl.reshape(gl.sum(tiled(dx * x), 1), [4 * W]), 0) * (g_min / LOG2E)
+    lane = gl.arange(0, W, gl.SliceLayout(0, gl.SliceLayout(1, TILES)))
+    gl.store(dbias + record.to(gl.int64) * K + first + lane, by_bias)
+    gl.store(drate + record.to(gl.int64) * parts + part, by_rate)
+
+    gl.thread_barrier()
+    line = gl.arange(0, 64, gl.SliceLayout(1, LINES))[:, None]
+    at = line * (H * K) + gl.arange(0, W, gl.SliceLayout(0, LINES))[None, :]
+    corner = start * (H * K) + column
+    gl.store(dq + corner + at, queries.load(LINES).to(dq.dtype.element_ty), mask=line < length)
+    gl.store(dk + corner + at, keys.load(LINES).to(dk.dtype.element_ty), mask=line < length)
+    gl.store(dz + corner + at, logits.load(LINES).to(dz.dtype.element_ty), mask=line < length)

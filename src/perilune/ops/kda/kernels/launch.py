@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as SharedDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from perilune.ops.kda.kernels.border import border_kernel
@@ -25,6 +26,7 @@ SCAN = {"W": 128, "num_warps": 8, "num_stages": 2}
 BORDER = {"W": 32, "num_warps": 4, "num_stages": 1}
 VALUE_GRADS = {"VW": 64, "num_warps": 4, "num_stages": 1}
 KEY_GRADS = {"W": 64, "VW": 64, "num_warps": 4, "num_stages": 1}
+KEY_GRADS_HOPPER = {"num_warps": 8, "maxnreg": 128}  # 64 channels; so that two programs fit a multiprocessor
 
 SWIZZLED = NVMMASharedLayout(128, 16)  # how the copy engine lays 16-bit tiles in shared memory
 Gates = tuple[Tensor | None, Tensor | None]  # A_log [H], dt_bias [H, K]
@@ -142,7 +144,7 @@ def grads(
         return torch.empty(n, H, *shape, dtype=dtype, device=q.device)
 
     down, along_q, along_k = new(C), new(C), new(C)
-    parts = 1 if plan.hopper else K // how["W"]
+    parts = K // (64 if plan.hopper else how["W"])
     dbias, drate, dpairs = new(K), new(parts), new(2, C, C, dtype=plan.dtype)
     if n:
         value_grads_kernel[(n * H,)](
@@ -151,10 +153,15 @@ def grads(
             PRECISION=plan.precision, **_narrowed(VALUE_GRADS, VW=V),
         )  # fmt: skip
     if n and plan.hopper:
-        key_grads_hopper_kernel[(n * H,)](
-            q, k, z, *gates, do, q_norm, k_norm, *flow, dpairs, down, along_q, along_k,
+        q, k, z, do = (x.flatten(0, 1).flatten(1) for x in (q, k.to(q.dtype), z, do.to(plan.dtype)))
+        flow = Flow(*(x.flatten(0, 2) for x in flow))
+        key_grads_hopper_kernel[(n * H * parts,)](
+            *(_shared_tiles(x, 64, 64) for x in (q, k, z)),
+            *(_shared_tiles(x, 64, V) for x in (do, flow.residuals, flow.dz)),
+            *(_shared_tiles(x, 128, 64) for x in (flow.states, flow.dstates, dpairs.flatten(0, 3))),
+            *gates, q_norm, k_norm, down, along_q, along_k,
             dq, dk, dz, dbias, drate, chunks.starts, chunks.lengths,
-            plan.scale, plan.g_min, plan.middle, H, K=K, NORM=plan.normalize, num_warps=8,
+            plan.scale, plan.g_min, plan.middle, H, K=K, NORM=plan.normalize, **KEY_GRADS_HOPPER,
         )  # fmt: skip
     elif n:
         key_grads_kernel[(n * H * parts,)](
@@ -174,6 +181,11 @@ def _narrowed(how: dict[str, int], **widths: int) -> dict[str, int]:
 
 def _tiles(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(x, [rows, columns])
+
+
+def _shared_tiles(x: Tensor, rows: int, columns: int) -> SharedDescriptor:
+    """The same for Gluon, which wants to know how they stand in shared memory."""
+    return SharedDescriptor.from_tensor(x, [rows, columns], NVMMASharedLayout(128, 8 * x.element_size()))
 
 
 def _tiled(records: Records) -> list[TensorDescriptor | Tensor]:
