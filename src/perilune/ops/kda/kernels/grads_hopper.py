@@ -103,13 +103,13 @@ def every_tile(x):
 
 @gluon.jit
 def of_tiles(held, every, other):
-    """every [4, W] -> [4, 4, W]: of all tiles those that `held` says, for each."""
+    """every [4, W] -> [4, 4, W]: for each tile those that `held` says of all."""
     return gl.where(held, every[:, None, :], other)
 
 
 @gluon.jit
 def times(x, factor, parts: gl.constexpr, apart: gl.constexpr, together: gl.constexpr):
-    """x [parts * 64, W] by factor [1, 4, W] of tiles, which is in shared memory."""
+    """x [parts * 64, W] by what each tile has in factor [1, 4, W], which is in shared memory."""
     factor = factor.load(gl.SliceLayout(2, apart))[:, :, None, :]
     x = gl.convert_layout(gl.reshape(x, [parts, 4, 16, x.shape[1]]), apart, assert_trivial=True) * factor
     return gl.convert_layout(gl.reshape(x, [parts * 64, x.shape[3]]), together, assert_trivial=True)
@@ -117,7 +117,7 @@ def times(x, factor, parts: gl.constexpr, apart: gl.constexpr, together: gl.cons
 
 @gluon.jit
 def sum_of_tiles(held, every):
-    """[4, W] -> [4, W]"""
+    """[4, W] -> [4, W]: the sum over the tiles that `held` says, for each."""
     total = gl.sum(of_tiles(held, every, 0.0), 0)
     return gl.convert_layout(total, gl.SliceLayout(1, ROWS), assert_trivial=True)
 
@@ -132,6 +132,7 @@ def clear(smem, length):
 
 @gluon.jit
 def new_barrier():
+    """For copies to arrive at."""
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(bar, count=1)
     return bar
@@ -158,7 +159,10 @@ def key_grads_hopper_kernel(
     scale, g_min, middle, H,
     K: gl.constexpr, NORM: gl.constexpr,
 ):  # fmt: skip
-    """As `key_grads_kernel`, with W = 64.  The first nine as descriptors of [64, W], states of [128, W]."""
+    """As `key_grads_kernel`, with W = 64.
+
+    q, k, z: descriptors of tiles [64, W]; do, residuals, dz_: [64, K]; states, dstates, dpairs: [128, W].
+    """
     W: gl.constexpr = 64
     parts: gl.constexpr = K // W
     part = gl.program_id(0) % parts  # neighbours read the same values, out of the cache
@@ -202,23 +206,21 @@ def key_grads_hopper_kernel(
     row = record.to(gl.int64) * 64 + gl.arange(0, 64, ROW)
     own = gl.load(down + row)
     k_factor = gl.load(k_norm + row)
-    q_factor = gl.load(q_norm + row) * scale
-    to_q = listed(q_factor)
-    to_k = listed(k_factor)
-    own_q = listed(q_factor * own)
-    own_k = listed(k_factor * own)
+    q_factor = gl.load(q_norm + row)
     if NORM:
-        with_q = listed(q_factor * gl.load(along_q + row) / (scale * scale))
-        with_k = listed(k_factor * gl.load(along_k + row))
+        parallel_q = gl.load(along_q + row)
+        parallel_k = gl.load(along_k + row)
 
     # Decay
     channel = gl.arange(0, W, gl.SliceLayout(0, FLAT))
     live = gl.arange(0, 64, gl.SliceLayout(1, FLAT))[:, None] < length
     rate = gl.exp(gl.load(A_log + head).to(gl.float32))
     rate_2 = rate * LOG2E
-    bias = gl.load(dt_bias + column + channel).to(gl.float32)[None, :] * rate_2
+    bias = gl.load(dt_bias + column + channel).to(gl.float32)[None, :]
     mbarrier.wait(z_bar, 0)
-    x = logits.load(FLAT).to(gl.float32) * rate_2 + bias
+    if length < 64:
+        clear(logits, length)
+    x = logits.load(FLAT).to(gl.float32) * rate_2 + bias * rate_2
     e = exp2(-gl.abs(x))
     g = tiled(gl.where(live, g_min * LOG2E * gl.where(x < 0, e, 1.0) * inverse(1.0 + e), 0.0))
     to = exp2(flat(gl.associative_scan(g, 1, add)) + middle)
@@ -227,6 +229,13 @@ def key_grads_hopper_kernel(
     other = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, TILES)))[:, None][:, :, None]
     tile = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, TILES)))[None, :][:, :, None]
     until = exp2(sum_of_tiles(other >= tile, every) + middle)  # from the middle of a tile to the end of the chunk
+    to_q = listed(q_factor * scale)
+    to_k = listed(k_factor)
+    own_q = listed(q_factor * scale * own)
+    own_k = listed(k_factor * own)
+    if NORM:
+        with_q = listed(q_factor * (parallel_q / scale))
+        with_k = listed(k_factor * parallel_k)
 
     # What states bring
     mbarrier.wait(states_bar, 0)
@@ -237,18 +246,20 @@ def key_grads_hopper_kernel(
         fence_async_shared()
         gl.thread_barrier()
     acc = warpgroup_mma(left, entering, gl.zeros([128, W], gl.float32, STACK), use_acc=False, is_async=True)
+    # Only its diagonal is wanted, which threads would take longer to sum
     overlap = gl.zeros([W, W], gl.float32, SINGLE)
     overlap = warpgroup_mma(entering.permute((1, 0)), leaving, overlap, use_acc=False, is_async=True)
     ends, acc, overlap = warpgroup_mma_wait(0, [ends, acc, overlap])
     gl.thread_barrier()
-    pairs = leaving
+    pairs = leaving  # shared memory is short
     tma.async_copy_global_to_shared(dpairs, [record * 128, 0], pairs_bar, pairs)
     parked = entering._reinterpret(gl.float32, [64, W], PASSED_ON)
     parked.store(ends)
     left._reinterpret(gl.float32, [2, 64, W], PASSED_ON).index(1).store(overlap)
     passed = left._reinterpret(gl.float32, [2, W, W], DIAGONALS).index(1).slice(0, 1).load(gl.SliceLayout(1, ROWS))
     passed *= by_channel(exp2(gl.sum(every, 0)))
-    retained = exp2(every)  # what accumulators are scaled by as they move on
+    # What accumulators are scaled by as they leave a tile: rows of later ones, and columns up to it on the way back
+    retained = exp2(every)
     forward = left._reinterpret(gl.float32, [4, 4, 4, W], STEPS).index(0)
     forward.store(of_tiles(tile > other, retained, 1.0))
     back = left._reinterpret(gl.float32, [4, 4, 4, W], STEPS).index(1)
@@ -259,6 +270,7 @@ def key_grads_hopper_kernel(
     if length < 64:
         clear(queries, length)
         clear(keys, length)
+    # A row of shared memory is a channel here, so that a thread stores its 16 numbers in two pieces
     near = written._reinterpret(gl.bfloat16, [2, W, 64], HALF).index(0).permute((1, 0))
     reads_q = queries._reinterpret(gl.bfloat16, [W, 64], HALF).permute((1, 0))
     reads_k = keys._reinterpret(gl.bfloat16, [W, 64], HALF).permute((1, 0))
@@ -324,13 +336,13 @@ def key_grads_hopper_kernel(
     )
     change -= gone
     dg = flat(base[:, None, :] - gl.associative_scan(change, 1, add) + change)
-    x = logits.load(FLAT).to(gl.float32) * rate_2 + bias
-    e = exp2(-gl.abs(x))
+    logit = logits.load(FLAT).to(gl.float32) + bias
+    e = exp2(-gl.abs(logit * rate_2))
     s = inverse(1.0 + e)
     dx = gl.where(live, dg * (e * s * s), 0.0)
     logits.store((dx * (g_min * rate)).to(z.dtype))
     by_bias = gl.sum(every_tile(gl.sum(tiled(dx), 1)), 0) * (g_min * rate)
-    by_rate = gl.sum(gl.reshape(gl.sum(tiled(dx * x), 1), [4 * W]), 0) * (g_min / LOG2E)
+    by_rate = gl.sum(gl.reshape(gl.sum(tiled(dx * logit), 1), [4 * W]), 0) * (g_min * rate)
     lane = gl.arange(0, W, gl.SliceLayout(0, gl.SliceLayout(1, TILES)))
     gl.store(dbias + record.to(gl.int64) * K + first + lane, by_bias)
     gl.store(drate + record.to(gl.int64) * parts + part, by_rate)

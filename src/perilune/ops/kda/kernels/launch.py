@@ -184,7 +184,7 @@ def _tiles(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 def _shared_tiles(x: Tensor, rows: int, columns: int) -> SharedDescriptor:
-    """The same for Gluon, which wants to know how they stand in shared memory."""
+    """The same for Gluon, which is told how they stand in shared memory."""
     return SharedDescriptor.from_tensor(x, [rows, columns], NVMMASharedLayout(128, 8 * x.element_size()))
 
 
