@@ -125,14 +125,13 @@ class _Fused(torch.autograd.Function):
         plan: "Plan",
         chunks: "Chunks",
     ) -> tuple[Tensor, Tensor]:
-        from perilune.ops.kda.kernels.launch import at_borders, prepare, scan, segment_maps
+        from perilune.ops.kda.kernels.launch import at_borders, prepare, scan, through_segments
 
         q, k, v, z, beta = (_laid_out(x) for x in (q, k, v, z, beta))
         records = prepare(q, k, z, beta, (A_log, dt_bias), plan, chunks)
         o, entering, maps = torch.empty_like(v), initial.float().contiguous(), None
         if chunks.split:
-            maps = segment_maps(records, plan, chunks)
-            made = scan(records, v, _none(entering, chunks), plan, chunks)
+            made, maps = through_segments(records, v, plan, chunks)
             entering = at_borders(maps, made, entering, chunks)
         final = scan(records, v, entering, plan, chunks, o)
         ctx.save_for_backward(q, k, v, z, beta, A_log, dt_bias, entering, maps, o)

@@ -5,6 +5,7 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as SharedDescriptor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as LaidOut
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from perilune.ops.kda.kernels.border import border_kernel
@@ -16,6 +17,7 @@ from perilune.ops.kda.kernels.prepare import prepare_kernel, solve_kernel
 from perilune.ops.kda.kernels.prepare_hopper import prepare_hopper_kernel
 from perilune.ops.kda.kernels.scan import reverse_scan_kernel, scan_kernel
 from perilune.ops.kda.kernels.solve_hopper import solve_hopper_kernel
+from perilune.ops.kda.kernels.scan_hopper import TILE, VECTOR, reverse_scan_hopper_kernel, scan_hopper_kernel
 from perilune.ops.kda.kernels.workspace import Flow, Records
 
 # Found on an H200 at K = V = 128; see docs/log.md
@@ -23,7 +25,14 @@ PREPARE = {"W": 64, "num_warps": 4, "num_stages": 1}
 SOLVE = {"num_warps": 4, "num_stages": 1}
 SOLVE_HOPPER = {"num_warps": 1}
 SCAN = {"W": 128, "num_warps": 8, "num_stages": 2}
-BORDER = {"W": 32, "num_warps": 4, "num_stages": 1}
+# By (OUTPUT, KEEP) and by KEEP: as much as shared memory holds
+SCAN_HOPPER = {
+    (True, False): {"EARLY": 3, "LATE": 2, "STAGED": 1},
+    (False, True): {"EARLY": 2, "LATE": 2, "STAGED": 2},
+    (False, False): {"EARLY": 4, "LATE": 3, "STAGED": 1},
+}
+REVERSE_HOPPER = {True: {"EARLY": 2, "LATE": 1, "STAGED": 2}, False: {"EARLY": 3, "LATE": 2, "STAGED": 1}}
+BORDER = {"W": 16, "num_warps": 8, "num_stages": 1}
 VALUE_GRADS = {"VW": 64, "num_warps": 4, "num_stages": 1}
 KEY_GRADS = {"W": 64, "VW": 64, "num_warps": 4, "num_stages": 1}
 KEY_GRADS_HOPPER = {"num_warps": 8, "maxnreg": 128}  # 64 channels; so that two programs fit a multiprocessor
@@ -79,6 +88,9 @@ def scan(
         return initial.clone()
     H, K, V = initial.shape[1:]
     C, final, how = plan.chunk, torch.empty_like(initial), _narrowed(SCAN, W=V)
+    if plan.hopper and v is not None:
+        _scan_hopper(records, v, chunks, initial, final, o, flow)
+        return final
     scan_kernel[(chunks.segment_count * H * (V // how["W"]),)](
         None if v is None else _tiles(v.flatten(0, 1).flatten(1), C, how["W"]), *_tiled(records), initial, final, o,
         _tiles(flow.residuals.flatten(0, 2), C, how["W"]) if flow else None,
@@ -87,6 +99,21 @@ def scan(
         VALUES=v is not None, OUTPUT=o is not None, KEEP=flow is not None, PRECISION=plan.precision, **how,
     )  # fmt: skip
     return final
+
+
+def _scan_hopper(
+    records: Records, v: Tensor, chunks: Chunks, initial: Tensor | None, final: Tensor,
+    o: Tensor | None = None, flow: Flow | None = None, maps: Tensor | None = None,
+) -> None:  # fmt: skip
+    H, K, V = final.shape[1:]
+    columns = V if maps is None else V + K
+    scan_hopper_kernel[(chunks.segment_count * H * (columns // 128),)](
+        _blocks(v, 64, 2), *_laid_out(records), initial, final, maps, o, None if o is None else _blocks(o, 64, 2),
+        _blocks(flow.residuals, 64) if flow else None, _blocks(flow.states, K) if flow else None,
+        chunks.starts, chunks.lengths, chunks.segments, H, V,
+        OUTPUT=o is not None, KEEP=flow is not None, MAPS=maps is not None,
+        **SCAN_HOPPER[o is not None, flow is not None], num_warps=4,
+    )  # fmt: skip
 
 
 def reverse_scan(
@@ -100,6 +127,14 @@ def reverse_scan(
         return dfinal.clone()
     H, K, V = dfinal.shape[1:]
     C, dinitial, how = plan.chunk, torch.empty_like(dfinal), _narrowed(SCAN, W=V)
+    if plan.hopper:
+        reverse_scan_hopper_kernel[(chunks.segment_count * H * (V // 128),)](
+            _blocks(do, 64, 2), *_laid_out(records), dfinal, dinitial,
+            _blocks(flow.dz, 64) if flow else None, _blocks(flow.dstates, K) if flow else None,
+            chunks.starts, chunks.lengths, chunks.segments, H, V,
+            **REVERSE_HOPPER[flow is not None], KEEP=flow is not None, num_warps=4,
+        )  # fmt: skip
+        return dinitial
     reverse_scan_kernel[(chunks.segment_count * H * (V // how["W"]),)](
         _tiles(do.flatten(0, 1).flatten(1), C, how["W"]), *_tiled(records), dfinal, dinitial,
         _tiles(flow.dz.flatten(0, 2), C, how["W"]) if flow else None,
@@ -110,11 +145,15 @@ def reverse_scan(
     return dinitial
 
 
-def segment_maps(records: Records, plan: Plan, chunks: Chunks) -> Tensor:
-    """[segments, H, K, K]: what each makes of the identity."""
-    H, K = records.retained.shape[1:]
-    one = torch.eye(K, device=records.retained.device).expand(chunks.segment_count, H, K, K).contiguous()
-    return scan(records, None, one, plan, chunks)
+def through_segments(records: Records, v: Tensor, plan: Plan, chunks: Chunks) -> tuple[Tensor, Tensor]:
+    """[segments, H, K, V]: what each makes of no state; [segments, H, K, K]: of the identity, without values."""
+    n, H, K, V = chunks.segment_count, *records.retained.shape[1:], v.shape[3]
+    made, maps = (torch.empty(n, H, K, columns, device=v.device) for columns in (V, K))
+    if plan.hopper and chunks.number:
+        _scan_hopper(records, v, chunks, None, made, maps=maps)
+        return made, maps
+    one = torch.eye(K, device=v.device).expand(n, H, K, K).contiguous()
+    return scan(records, v, made.zero_(), plan, chunks), scan(records, None, one, plan, chunks)
 
 
 def at_borders(maps: Tensor, made: Tensor, outer: Tensor, chunks: Chunks, *, reverse: bool = False) -> Tensor:
@@ -191,3 +230,16 @@ def _shared_tiles(x: Tensor, rows: int, columns: int) -> SharedDescriptor:
 def _tiled(records: Records) -> list[TensorDescriptor | Tensor]:
     """What the scans read: the matrices as descriptors of whole records, the rest as it is."""
     return [_tiles(x.flatten(0, 2), *x.shape[2:]) for x in records[:5]] + list(records[5:8])
+
+
+def _blocks(x: Tensor, columns: int, inner: int = 1) -> LaidOut:
+    """x, its last `inner` dimensions a row, in blocks of 64 rows and `columns` columns."""
+    x = x.view(-1, x.shape[-2:].numel() if inner == 2 else x.shape[-1])
+    return LaidOut(x, list(x.shape), list(x.stride()), [64, columns], TILE.value)
+
+
+def _laid_out(records: Records) -> list[LaidOut]:
+    """What the scans in Gluon read."""
+    matrices = [_blocks(x, x.shape[3]) for x in records[:5]]
+    vectors = [x.view(-1, x.shape[2]) for x in records[5:8]]
+    return matrices + [LaidOut(x, list(x.shape), list(x.stride()), [1, x.shape[1]], VECTOR.value) for x in vectors]
