@@ -254,8 +254,7 @@ def test_value_heads_share_their_key_head(form: Form, gates_by: str) -> None:
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one chunk."""
     monkeypatch.setattr(chunks, "processors", lambda device: 1 << 20)
-    monkeypatch.setattr(chunks, "LEAST", 1)
-    monkeypatch.setattr(chunks, "GAIN", 1)
+    monkeypatch.setattr(chunks, "segment_length", lambda *_: 1)
 
 
 @on_each(FEW)
@@ -283,7 +282,9 @@ def test_segments_are_runs_of_the_chunks_of_one_sequence(lengths: list[int], pro
     edges = (0, *accumulate(lengths))
     for processors in (1, 13, 132, 1 << 20):
         table = chunks._chunks(edges, 64, programs, processors, device)
-        starts, sizes, segments, sequences = (x.tolist() for x in table[1:5])
+        starts, sizes, segments, sequences, firsts, lasts = (x.tolist() for x in table[1:7])
+        assert firsts == sequences[:-1]
+        assert lasts == [n - 1 for n in sequences[1:]]
         found = []
         for n, length in enumerate(lengths):
             own = segments[sequences[n] : sequences[n + 1] + 1]

@@ -88,7 +88,7 @@ def refuses_triton(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **o
     K, V = q.shape[3], v.shape[3]
     if not (1 <= K <= WIDEST["K"] and 1 <= V <= WIDEST["V"]):
         return f"its kernels serve K from 1 to {WIDEST['K']} and V from 1 to {WIDEST['V']}, and K is {K}, V is {V}"
-    if q.numel() // K * max(served(K), served(V)) >= 2**31 * 64:
+    if q.numel() // K * max(192, served(V)) >= 2**31 * 64:  # three rows of keys a token, and states
         return "there are too many tokens times heads for 32-bit rows of its workspace"
     return None
 
@@ -136,7 +136,7 @@ class _Fused(torch.autograd.Function):
         final = scan(records, v, entering, plan, chunks, o)
         ctx.save_for_backward(q, k, v, z, beta, A_log, dt_bias, entering, maps, o)
         ctx.plan, ctx.chunks, ctx.state_dtype = plan, chunks, initial.dtype
-        return o, final[chunks.sequences[1:] - 1] if chunks.split else final
+        return o, final[chunks.lasts] if chunks.split else final
 
     @staticmethod
     @first_order
@@ -151,11 +151,11 @@ class _Fused(torch.autograd.Function):
         scan(records, v, entering, plan, chunks, flow=flow)
         leaving = dfinal.float().contiguous()
         if chunks.split:
-            made = reverse_scan(records, do, _none(leaving, chunks), plan, chunks)
+            made = reverse_scan(records, do, None, plan, chunks)
             leaving = at_borders(maps, made, leaving, chunks, reverse=True)
         dinitial = reverse_scan(records, do, leaving, plan, chunks, flow)
         if chunks.split:
-            dinitial = dinitial[chunks.sequences[:-1]]
+            dinitial = dinitial[chunks.firsts]
         rows = records.strength, records.q_norm, records.k_norm
         del records  # a third of the memory, as the gradients are about to take theirs
         dinputs, dbias, drate = grads(q, k, v, z, beta, gates, o, do, *rows, flow, plan, chunks)
@@ -163,11 +163,6 @@ class _Fused(torch.autograd.Function):
         if A_log is not None and dt_bias is not None:
             dgates = (drate.to(A_log.dtype), dbias.to(dt_bias.dtype))  # type: ignore[assignment]
         return *dinputs, *dgates, dinitial.to(ctx.state_dtype), None, None
-
-
-def _none(states: Tensor, chunks: "Chunks") -> Tensor:
-    """Zeros for every segment, where `states` [N, H, K, V] has one for every sequence."""
-    return states.new_zeros(chunks.segment_count, *states.shape[1:])
 
 
 def _laid_out(x: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ def border_kernel(
     S = tl.load(outer + (sequence * H + head).to(tl.int64) * K * V + state)  # [K, W]
     begin = tl.load(sequences + sequence)
     end = tl.load(sequences + sequence + 1)
-    for step in range(end - begin):
+    for step in range(end - begin - 1):
         if REVERSE:
             segment = end - 1 - step
         else:
@@ -40,3 +40,5 @@ def border_kernel(
         if REVERSE:
             M = tl.trans(M)
         S = dot(M, S, acc=tl.load(made + record * K * V + state), PRECISION="tf32x3")
+    last = begin if REVERSE else end - 1
+    tl.store(inner + (last * H + head).to(tl.int64) * K * V + state, S)

@@ -9,7 +9,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as LaidOut
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from perilune.ops.kda.kernels.border import border_kernel
-from perilune.ops.kda.kernels.chunks import Chunks
+from perilune.ops.kda.kernels.chunks import Chunks, processors
 from perilune.ops.kda.kernels.grads import key_grads_kernel, value_grads_kernel
 from perilune.ops.kda.kernels.grads_hopper import key_grads_hopper_kernel
 from perilune.ops.kda.kernels.plan import Plan
@@ -27,11 +27,14 @@ SOLVE_HOPPER = {"num_warps": 1}
 SCAN = {"W": 128, "num_warps": 8, "num_stages": 2}
 # By (OUTPUT, KEEP) and by KEEP: as much as shared memory holds
 SCAN_HOPPER = {
-    (True, False): {"EARLY": 3, "LATE": 2, "STAGED": 1},
-    (False, True): {"EARLY": 2, "LATE": 2, "STAGED": 2},
-    (False, False): {"EARLY": 4, "LATE": 3, "STAGED": 1},
+    (True, False): {"EARLY": 3, "LATE": 2, "TURNED": 1, "KEPT": 0},
+    (False, True): {"EARLY": 3, "LATE": 2, "TURNED": 2, "KEPT": 1},
+    (False, False): {"EARLY": 4, "LATE": 3, "TURNED": 0, "KEPT": 0},
 }
-REVERSE_HOPPER = {True: {"EARLY": 2, "LATE": 1, "STAGED": 2}, False: {"EARLY": 3, "LATE": 2, "STAGED": 1}}
+REVERSE_HOPPER = {
+    True: {"EARLY": 2, "LATE": 1, "TURNED": 2, "KEPT": 2},
+    False: {"EARLY": 3, "LATE": 2, "TURNED": 0, "KEPT": 0},
+}
 BORDER = {"W": 16, "num_warps": 8, "num_stages": 1}
 VALUE_GRADS = {"VW": 64, "num_warps": 4, "num_stages": 1}
 KEY_GRADS = {"W": 64, "VW": 64, "num_warps": 4, "num_stages": 1}
@@ -101,40 +104,23 @@ def scan(
     return final
 
 
-def _scan_hopper(
-    records: Records, v: Tensor, chunks: Chunks, initial: Tensor | None, final: Tensor,
-    o: Tensor | None = None, flow: Flow | None = None, maps: Tensor | None = None,
-) -> None:  # fmt: skip
-    H, K, V = final.shape[1:]
-    columns = V if maps is None else V + K
-    scan_hopper_kernel[(chunks.segment_count * H * (columns // 128),)](
-        _blocks(v, 64, 2), *_laid_out(records), initial, final, maps, o, None if o is None else _blocks(o, 64, 2),
-        _blocks(flow.residuals, 64) if flow else None, _blocks(flow.states, K) if flow else None,
-        chunks.starts, chunks.lengths, chunks.segments, H, V,
-        OUTPUT=o is not None, KEEP=flow is not None, MAPS=maps is not None,
-        **SCAN_HOPPER[o is not None, flow is not None], num_warps=4,
-    )  # fmt: skip
-
-
 def reverse_scan(
-    records: Records, do: Tensor, dfinal: Tensor, plan: Plan, chunks: Chunks, flow: Flow | None = None
+    records: Records, do: Tensor, dfinal: Tensor | None, plan: Plan, chunks: Chunks, flow: Flow | None = None
 ) -> Tensor:
-    """The gradients of the states at the segments' starts, from those at their ends.
+    """The gradients of the states at the segments' starts, from those at their ends; dfinal None: from zero.
 
     Writes the flow's dz and dstates.
     """
+    H, K, V = *records.retained.shape[1:], do.shape[3]
+    dinitial = torch.empty(chunks.segment_count, H, K, V, device=do.device)
+    if plan.hopper and chunks.number:
+        _reverse_scan_hopper(records, do, chunks, dfinal, dinitial, flow)
+        return dinitial
+    if dfinal is None:
+        dfinal = torch.zeros_like(dinitial)
     if not chunks.number:
         return dfinal.clone()
-    H, K, V = dfinal.shape[1:]
-    C, dinitial, how = plan.chunk, torch.empty_like(dfinal), _narrowed(SCAN, W=V)
-    if plan.hopper:
-        reverse_scan_hopper_kernel[(chunks.segment_count * H * (V // 128),)](
-            _blocks(do, 64, 2), *_laid_out(records), dfinal, dinitial,
-            _blocks(flow.dz, 64) if flow else None, _blocks(flow.dstates, K) if flow else None,
-            chunks.starts, chunks.lengths, chunks.segments, H, V,
-            **REVERSE_HOPPER[flow is not None], KEEP=flow is not None, num_warps=4,
-        )  # fmt: skip
-        return dinitial
+    C, how = plan.chunk, _narrowed(SCAN, W=V)
     reverse_scan_kernel[(chunks.segment_count * H * (V // how["W"]),)](
         _tiles(do.flatten(0, 1).flatten(1), C, how["W"]), *_tiled(records), dfinal, dinitial,
         _tiles(flow.dz.flatten(0, 2), C, how["W"]) if flow else None,
@@ -232,14 +218,54 @@ def _tiled(records: Records) -> list[TensorDescriptor | Tensor]:
     return [_tiles(x.flatten(0, 2), *x.shape[2:]) for x in records[:5]] + list(records[5:8])
 
 
-def _blocks(x: Tensor, columns: int, inner: int = 1) -> LaidOut:
-    """x, its last `inner` dimensions a row, in blocks of 64 rows and `columns` columns."""
-    x = x.view(-1, x.shape[-2:].numel() if inner == 2 else x.shape[-1])
-    return LaidOut(x, list(x.shape), list(x.stride()), [64, columns], TILE.value)
+def _scan_hopper(
+    records: Records, v: Tensor, chunks: Chunks, initial: Tensor | None, final: Tensor,
+    o: Tensor | None = None, flow: Flow | None = None, maps: Tensor | None = None,
+) -> None:  # fmt: skip
+    H, K, V = final.shape[1:]
+    slices, groups = _slices(chunks, H, V if maps is None else V + K, v.device)
+    scan_hopper_kernel[(slices,)](
+        _laid_out(v, H * V, [64, 64]), *_records_laid_out(records), initial, final, maps, o,
+        None if o is None else _laid_out(o, H * V, [64, 64]),
+        _laid_out(flow.residuals, V, [64, 64]) if flow else None,
+        _laid_out(flow.states, K, [64, K]) if flow else None,
+        chunks.starts, chunks.lengths, chunks.segments, H, V, chunks.number * H,
+        OUTPUT=o is not None, KEEP=flow is not None, MAPS=maps is not None,
+        GROUPS=groups, **SCAN_HOPPER[o is not None, flow is not None], num_warps=4,
+    )  # fmt: skip
 
 
-def _laid_out(records: Records) -> list[LaidOut]:
-    """What the scans in Gluon read."""
-    matrices = [_blocks(x, x.shape[3]) for x in records[:5]]
-    vectors = [x.view(-1, x.shape[2]) for x in records[5:8]]
-    return matrices + [LaidOut(x, list(x.shape), list(x.stride()), [1, x.shape[1]], VECTOR.value) for x in vectors]
+def _reverse_scan_hopper(
+    records: Records, do: Tensor, chunks: Chunks, dfinal: Tensor | None, dinitial: Tensor,
+    flow: Flow | None = None,
+) -> None:  # fmt: skip
+    H, K, V = dinitial.shape[1:]
+    slices, groups = _slices(chunks, H, V, do.device)
+    reverse_scan_hopper_kernel[(slices,)](
+        _laid_out(do, H * V, [64, 64]), *_records_laid_out(records), dfinal, dinitial,
+        _laid_out(flow.dz, V, [64, 64]) if flow else None,
+        _laid_out(flow.dstates, K, [64, K]) if flow else None,
+        chunks.starts, chunks.lengths, chunks.segments, H, V, chunks.number * H,
+        KEEP=flow is not None, GROUPS=groups, **REVERSE_HOPPER[flow is not None], num_warps=4,
+    )  # fmt: skip
+
+
+def _slices(chunks: Chunks, H: int, columns: int, device: torch.device) -> tuple[int, int]:
+    """(programs, groups of 64 columns in each) of a scan in Gluon: one where two would leave processors over."""
+    n = chunks.segment_count * H * (columns // 64)
+    return (n, 1) if n <= processors(device) else (n // 2, 2)
+
+
+def _records_laid_out(records: Records) -> list[LaidOut]:
+    """What the scans in Gluon read: keys, squares, retained, scales (`Records.empty` lays them out for this)."""
+    C, K = records.q_since.shape[2:]
+    return [
+        _laid_out(records.q_since, K, [C, K], 3), _laid_out(records.solve, C, [C, C], 2),
+        _laid_out(records.retained, K, [1, K]), _laid_out(records.own, C, [1, C], 2),
+    ]  # fmt: skip
+
+
+def _laid_out(x: Tensor, columns: int, block: list[int], count: int = 1) -> LaidOut:
+    """x, or `count` tensors like it one behind the other, as rows of `columns` numbers."""
+    shape = [x.numel() // columns * count, columns]
+    return LaidOut(x, shape, [columns, 1], block, VECTOR.value if block[0] == 1 else TILE.value)

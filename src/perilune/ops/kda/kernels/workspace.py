@@ -26,13 +26,11 @@ class Records(NamedTuple):
     @classmethod
     def empty(cls, n: int, H: int, C: int, K: int, dtype: torch.dtype, device: torch.device) -> "Records":
         def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.empty(n, H, *shape, dtype=dtype, device=device)
+            return torch.empty(shape, dtype=dtype, device=device)
 
-        rows, square = (C, K), (C, C)
-        return cls(
-            new(*rows, dtype=dtype), new(*rows, dtype=dtype), new(*rows, dtype=dtype),
-            new(*square, dtype=dtype), new(*square, dtype=dtype), new(K), new(C), new(C), new(C), new(C),
-        )  # fmt: skip
+        # Of one kind one behind the other: one descriptor for all of them
+        keys, squares = new(3, n, H, C, K, dtype=dtype), new(2, n, H, C, C, dtype=dtype)
+        return cls._make((*keys, *squares, new(n, H, K), *new(4, n, H, C)))
 
 
 class Flow(NamedTuple):
