@@ -2,45 +2,25 @@
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon.language import NVMMASharedLayout
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as SharedDescriptor
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as LaidOut
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from perilune.ops.kda.kernels import launch_hopper
 from perilune.ops.kda.kernels.border import border_kernel
-from perilune.ops.kda.kernels.chunks import Chunks, processors
+from perilune.ops.kda.kernels.chunks import Chunks
 from perilune.ops.kda.kernels.grads import key_grads_kernel, value_grads_kernel
-from perilune.ops.kda.kernels.grads_hopper import key_grads_hopper_kernel
 from perilune.ops.kda.kernels.plan import Plan
 from perilune.ops.kda.kernels.prepare import prepare_kernel, solve_kernel
-from perilune.ops.kda.kernels.prepare_hopper import prepare_hopper_kernel
 from perilune.ops.kda.kernels.scan import reverse_scan_kernel, scan_kernel
-from perilune.ops.kda.kernels.solve_hopper import solve_hopper_kernel
-from perilune.ops.kda.kernels.scan_hopper import TILE, VECTOR, reverse_scan_hopper_kernel, scan_hopper_kernel
 from perilune.ops.kda.kernels.workspace import Flow, Records
 
 # Found on an H200 at K = V = 128; see docs/log.md
 PREPARE = {"W": 64, "num_warps": 4, "num_stages": 1}
 SOLVE = {"num_warps": 4, "num_stages": 1}
-SOLVE_HOPPER = {"num_warps": 1}
 SCAN = {"W": 128, "num_warps": 8, "num_stages": 2}
-# By (OUTPUT, KEEP) and by KEEP: as much as shared memory holds
-SCAN_HOPPER = {
-    (True, False): {"EARLY": 3, "LATE": 2, "TURNED": 1, "KEPT": 0},
-    (False, True): {"EARLY": 3, "LATE": 2, "TURNED": 2, "KEPT": 1},
-    (False, False): {"EARLY": 4, "LATE": 3, "TURNED": 0, "KEPT": 0},
-}
-REVERSE_HOPPER = {
-    True: {"EARLY": 2, "LATE": 1, "TURNED": 2, "KEPT": 2},
-    False: {"EARLY": 3, "LATE": 2, "TURNED": 0, "KEPT": 0},
-}
 BORDER = {"W": 16, "num_warps": 8, "num_stages": 1}
 VALUE_GRADS = {"VW": 64, "num_warps": 4, "num_stages": 1}
 KEY_GRADS = {"W": 64, "VW": 64, "num_warps": 4, "num_stages": 1}
-KEY_GRADS_HOPPER = {"num_warps": 8, "maxnreg": 128}  # 64 channels; so that two programs fit a multiprocessor
 
-SWIZZLED = NVMMASharedLayout(128, 16)  # how the copy engine lays 16-bit tiles in shared memory
 Gates = tuple[Tensor | None, Tensor | None]  # A_log [H], dt_bias [H, K]
 
 
@@ -52,12 +32,7 @@ def prepare(q: Tensor, k: Tensor, z: Tensor, beta: Tensor, gates: Gates, plan: P
     pairs = records.solve.view(torch.float16) if plan.normalize and not plan.wide else records.solve
     matrices = (*records[:3], pairs, *records[4:])
     if chunks.number and plan.hopper:
-        inputs = (GluonDescriptor.from_tensor(x.flatten(0, 1).flatten(1), [C, K], SWIZZLED) for x in (q, k, z))
-        prepare_hopper_kernel[(chunks.number * H,)](
-            *inputs, beta, *gates, *matrices, chunks.starts, chunks.lengths,
-            plan.scale, plan.g_min, plan.middle, H,
-            K=K, NORM=plan.normalize, BETA_LOGITS=plan.beta_logits, num_warps=K // 16,
-        )  # fmt: skip
+        launch_hopper.prepare(q, k, z, beta, gates, matrices, plan, chunks)
     elif chunks.number:
         prepare_kernel[(chunks.number * H,)](
             q, k, z, beta, *gates, *matrices, chunks.starts, chunks.lengths,
@@ -66,7 +41,7 @@ def prepare(q: Tensor, k: Tensor, z: Tensor, beta: Tensor, gates: Gates, plan: P
             HALF=plan.half, PRECISION=plan.precision, **_narrowed(PREPARE, W=K),
         )  # fmt: skip
     if chunks.number and plan.hopper and plan.normalize:
-        solve_hopper_kernel[(chunks.number * H,)](pairs, records.solve, records.strength, **SOLVE_HOPPER)
+        launch_hopper.solve(pairs, records.solve, records.strength)
     elif chunks.number:
         solve_kernel[(chunks.number * H,)](
             pairs, records.solve, records.strength, C=C, HALF=plan.half, PRECISION=plan.precision, **SOLVE
@@ -92,7 +67,7 @@ def scan(
     H, K, V = initial.shape[1:]
     C, final, how = plan.chunk, torch.empty_like(initial), _narrowed(SCAN, W=V)
     if plan.hopper and v is not None:
-        _scan_hopper(records, v, chunks, initial, final, o, flow)
+        launch_hopper.scan(records, v, chunks, initial, final, o, flow)
         return final
     scan_kernel[(chunks.segment_count * H * (V // how["W"]),)](
         None if v is None else _tiles(v.flatten(0, 1).flatten(1), C, how["W"]), *_tiled(records), initial, final, o,
@@ -114,7 +89,7 @@ def reverse_scan(
     H, K, V = *records.retained.shape[1:], do.shape[3]
     dinitial = torch.empty(chunks.segment_count, H, K, V, device=do.device)
     if plan.hopper and chunks.number:
-        _reverse_scan_hopper(records, do, chunks, dfinal, dinitial, flow)
+        launch_hopper.reverse_scan(records, do, chunks, dfinal, dinitial, flow)
         return dinitial
     if dfinal is None:
         dfinal = torch.zeros_like(dinitial)
@@ -136,7 +111,7 @@ def through_segments(records: Records, v: Tensor, plan: Plan, chunks: Chunks) ->
     n, H, K, V = chunks.segment_count, *records.retained.shape[1:], v.shape[3]
     made, maps = (torch.empty(n, H, K, columns, device=v.device) for columns in (V, K))
     if plan.hopper and chunks.number:
-        _scan_hopper(records, v, chunks, None, made, maps=maps)
+        launch_hopper.scan(records, v, chunks, None, made, maps=maps)
         return made, maps
     one = torch.eye(K, device=v.device).expand(n, H, K, K).contiguous()
     return scan(records, v, made.zero_(), plan, chunks), scan(records, None, one, plan, chunks)
@@ -169,7 +144,7 @@ def grads(
         return torch.empty(n, H, *shape, dtype=dtype, device=q.device)
 
     down, along_q, along_k = new(C), new(C), new(C)
-    parts = K // (64 if plan.hopper else how["W"])
+    parts = K // (launch_hopper.WIDTH if plan.hopper else how["W"])
     dbias, drate, dpairs = new(K), new(parts), new(2, C, C, dtype=plan.dtype)
     if n:
         value_grads_kernel[(n * H,)](
@@ -178,16 +153,8 @@ def grads(
             PRECISION=plan.precision, **_narrowed(VALUE_GRADS, VW=V),
         )  # fmt: skip
     if n and plan.hopper:
-        q, k, z, do = (x.flatten(0, 1).flatten(1) for x in (q, k.to(q.dtype), z, do.to(plan.dtype)))
-        flow = Flow(*(x.flatten(0, 2) for x in flow))
-        key_grads_hopper_kernel[(n * H * parts,)](
-            *(_shared_tiles(x, 64, 64) for x in (q, k, z)),
-            *(_shared_tiles(x, 64, V) for x in (do, flow.residuals, flow.dz)),
-            *(_shared_tiles(x, 128, 64) for x in (flow.states, flow.dstates, dpairs.flatten(0, 3))),
-            *gates, q_norm, k_norm, down, along_q, along_k,
-            dq, dk, dz, dbias, drate, chunks.starts, chunks.lengths,
-            plan.scale, plan.g_min, plan.middle, H, K=K, NORM=plan.normalize, **KEY_GRADS_HOPPER,
-        )  # fmt: skip
+        rows = q_norm, k_norm, down, along_q, along_k
+        launch_hopper.key_grads(q, k, z, do, gates, rows, flow, dpairs, (dq, dk, dz, dbias, drate), plan, chunks)
     elif n:
         key_grads_kernel[(n * H * parts,)](
             q, k, z, *gates, do, q_norm, k_norm, *flow, dpairs, down, along_q, along_k,
@@ -208,64 +175,6 @@ def _tiles(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(x, [rows, columns])
 
 
-def _shared_tiles(x: Tensor, rows: int, columns: int) -> SharedDescriptor:
-    """The same for Gluon, which is told how they stand in shared memory."""
-    return SharedDescriptor.from_tensor(x, [rows, columns], NVMMASharedLayout(128, 8 * x.element_size()))
-
-
 def _tiled(records: Records) -> list[TensorDescriptor | Tensor]:
     """What the scans read: the matrices as descriptors of whole records, the rest as it is."""
     return [_tiles(x.flatten(0, 2), *x.shape[2:]) for x in records[:5]] + list(records[5:8])
-
-
-def _scan_hopper(
-    records: Records, v: Tensor, chunks: Chunks, initial: Tensor | None, final: Tensor,
-    o: Tensor | None = None, flow: Flow | None = None, maps: Tensor | None = None,
-) -> None:  # fmt: skip
-    H, K, V = final.shape[1:]
-    slices, groups = _slices(chunks, H, V if maps is None else V + K, v.device)
-    scan_hopper_kernel[(slices,)](
-        _laid_out(v, H * V, [64, 64]), *_records_laid_out(records), initial, final, maps, o,
-        None if o is None else _laid_out(o, H * V, [64, 64]),
-        _laid_out(flow.residuals, V, [64, 64]) if flow else None,
-        _laid_out(flow.states, K, [64, K]) if flow else None,
-        chunks.starts, chunks.lengths, chunks.segments, H, V, chunks.number * H,
-        OUTPUT=o is not None, KEEP=flow is not None, MAPS=maps is not None,
-        GROUPS=groups, **SCAN_HOPPER[o is not None, flow is not None], num_warps=4,
-    )  # fmt: skip
-
-
-def _reverse_scan_hopper(
-    records: Records, do: Tensor, chunks: Chunks, dfinal: Tensor | None, dinitial: Tensor,
-    flow: Flow | None = None,
-) -> None:  # fmt: skip
-    H, K, V = dinitial.shape[1:]
-    slices, groups = _slices(chunks, H, V, do.device)
-    reverse_scan_hopper_kernel[(slices,)](
-        _laid_out(do, H * V, [64, 64]), *_records_laid_out(records), dfinal, dinitial,
-        _laid_out(flow.dz, V, [64, 64]) if flow else None,
-        _laid_out(flow.dstates, K, [64, K]) if flow else None,
-        chunks.starts, chunks.lengths, chunks.segments, H, V, chunks.number * H,
-        KEEP=flow is not None, GROUPS=groups, **REVERSE_HOPPER[flow is not None], num_warps=4,
-    )  # fmt: skip
-
-
-def _slices(chunks: Chunks, H: int, columns: int, device: torch.device) -> tuple[int, int]:
-    """(programs, groups of 64 columns in each) of a scan in Gluon: one where two would leave processors over."""
-    n = chunks.segment_count * H * (columns // 64)
-    return (n, 1) if n <= processors(device) else (n // 2, 2)
-
-
-def _records_laid_out(records: Records) -> list[LaidOut]:
-    """What the scans in Gluon read: keys, squares, retained, scales (`Records.empty` lays them out for this)."""
-    C, K = records.q_since.shape[2:]
-    return [
-        _laid_out(records.q_since, K, [C, K], 3), _laid_out(records.solve, C, [C, C], 2),
-        _laid_out(records.retained, K, [1, K]), _laid_out(records.own, C, [1, C], 2),
-    ]  # fmt: skip
-
-
-def _laid_out(x: Tensor, columns: int, block: list[int], count: int = 1) -> LaidOut:
-    """x, or `count` tensors like it one behind the other, as rows of `columns` numbers."""
-    shape = [x.numel() // columns * count, columns]
-    return LaidOut(x, shape, [columns, 1], block, VECTOR.value if block[0] == 1 else TILE.value)
