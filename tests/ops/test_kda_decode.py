@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import fields, replace
+from functools import partial
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ pytestmark = [  # the interpreter is numpy: run-time loop bounds are arrays, and
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning"),
 ]
+HOPPER = GPU and torch.cuda.get_device_capability()[0] == 9
 on_each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
@@ -86,10 +88,15 @@ def error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm().clamp_min(1e-200))
 
 
-@on_each_backend
-@pytest.mark.parametrize("dtype", [f32, bf16])
 @pytest.mark.parametrize(
-    ("gate", "H", "K", "V", "W"), [("bounded", 2, 12, 20, 4), ("softplus", 1, 24, 7, 3), ("bounded", 1, 1, 1, 1)]
+    ("backend", "dtype", "gate", "H", "K", "V", "W"),
+    [
+        (backend, dtype, *shape)
+        for backend in BACKENDS
+        for dtype in (f32, bf16)
+        for shape in (("bounded", 2, 12, 20, 4), ("softplus", 1, 24, 7, 3), ("bounded", 1, 1, 1, 1))
+    ]
+    + [("gluon", bf16, "bounded", 3, 128, 128, 4)] * HOPPER,
 )
 def test_a_step_is_its_parts(gate: str, H: int, K: int, V: int, W: int, dtype: torch.dtype, backend: str) -> None:
     weights = replace(make_weights(H, K, V, gate, W), scale=None if H > 1 else 0.7, norm_eps=1e-3)
@@ -161,18 +168,20 @@ def test_write_strength_is_not_rounded(backend: str) -> None:
     assert abs(pool.state.item() / 64 - 0.622459352) < 1e-7
 
 
-@on_each_backend
-def test_sequences_have_nothing_to_do_with_each_other(backend: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "dtype", "H", "K", "V"),
+    [(backend, f32, 1, 5, 9) for backend in BACKENDS] + [("gluon", bf16, 150, 128, 128)] * HOPPER,
+)
+def test_sequences_have_nothing_to_do_with_each_other(backend: str, dtype: torch.dtype, H: int, K: int, V: int) -> None:
     """Slots out of order, padding in between, and everything that is not theirs poisoned."""
-    H, K, V = 1, 5, 9
-    weights, pool = make_weights(H, K, V), make_pool(6, H, K, V, drafts=2)
+    weights, pool = make_weights(H, K, V), make_pool(6, H, K, V, drafts=2, dtype=dtype)
     slots, own = slots_of(2, -1, 0, 5, -7), [2, 0, 5]
     for x in (pool.state, pool.window):
         x[[1, 3, 4]] = torch.nan
     alone = [copy_of(pool) for _ in own]
     before = copy_of(pool)
     for _ in range(2 if INTERPRETED else 10):
-        inputs = make_inputs(5, 1, H, K, V)
+        inputs = make_inputs(5, 1, H, K, V, dtype)
         for x in inputs:
             x[[1, 4]] = torch.nan
         o = kda_decode(*inputs, pool, slots, weights, backend=backend)
@@ -187,12 +196,19 @@ def test_sequences_have_nothing_to_do_with_each_other(backend: str) -> None:
         assert same_bits(getattr(pool, field.name)[[1, 3, 4]], getattr(before, field.name)[[1, 3, 4]])
 
 
-@on_each_backend
-@pytest.mark.parametrize(("dtype", "W"), [(bf16, 2)] if INTERPRETED else [(bf16, 2), (f32, 4), (f32, 7)])
-def test_rejected_drafts_leave_no_trace(dtype: torch.dtype, W: int, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "dtype", "K", "V", "W"),
+    [
+        (backend, dtype, 4, 6, W)
+        for backend in BACKENDS
+        for dtype, W in ([(bf16, 2)] if INTERPRETED else [(bf16, 2), (f32, 4), (f32, 7)])
+    ]
+    + [("gluon", bf16, 128, 128, 4)] * HOPPER,
+)
+def test_rejected_drafts_leave_no_trace(backend: str, dtype: torch.dtype, K: int, V: int, W: int) -> None:
     """Five sequences draft four tokens and accept 0, 1, 2, 3 and 4 of them: bit for bit what a run gives that never
     saw the others, whether they are accepted on their own or along with the next tokens."""
-    H, K, V, counts = 1, 4, 6, [3, 0, 4, 1, 2]
+    H, counts = 1, [3, 0, 4, 1, 2]
     weights, pool = make_weights(H, K, V, W=W), make_pool(6, H, K, V, drafts=5, dtype=dtype, W=W)
     slots = slots_of(3, 0, 5, 2, 1)
     drafted, following = (make_inputs(5, T, H, K, V, dtype) for T in (4, 1))
@@ -318,12 +334,14 @@ def test_what_does_not_fit_is_named() -> None:
 
 
 @pytest.mark.skipif(not (INTERPRETED or GPU), reason="runs with the others in test_the_kernel_interpreted")
-def test_triton_stays_within_the_pool() -> None:
+@pytest.mark.parametrize(("hopper", "K", "dtype"), [(False, 4, f32)] + [(True, 128, bf16)] * HOPPER)
+def test_triton_stays_within_the_pool(hopper: bool, K: int, dtype: torch.dtype) -> None:
     """What cannot be checked without waiting for the device: a slot past the pool, more accepted than there is room."""
-    from perilune.ops.kda.kernels.decode import decode
+    from perilune.ops.kda.kernels import decode as kernels
 
-    weights, pool, inputs = make_weights(1, 4, 4), make_pool(2, 1, 4, 4, drafts=1), make_inputs(2, 1, 1, 4, 4)
-    before = copy_of(pool)
+    decode = partial(kernels.decode, hopper=hopper)
+    weights, pool = make_weights(1, K, K), make_pool(2, 1, K, K, drafts=1, dtype=dtype)
+    inputs, before = make_inputs(2, 1, 1, K, K, dtype), copy_of(pool)
     o = decode(*inputs, pool, slots_of(2, 1 << 20), weights, True, slots_of(1, 1))
     assert o.isnan().all()
     assert all(same_bits(getattr(pool, field.name), getattr(before, field.name)) for field in fields(pool))
@@ -356,21 +374,22 @@ def test_the_kernel_interpreted() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a GPU")
-def test_a_graph_replays_on_new_values() -> None:
+@pytest.mark.parametrize("backend", ["triton"] + ["gluon"] * HOPPER)
+def test_a_graph_replays_on_new_values(backend: str) -> None:
     H, K, V = 4, 128, 128
     weights, pool = make_weights(H, K, V), make_pool(8, H, K, V, drafts=4, dtype=bf16)
     inputs, slots, accepted = make_inputs(3, 4, H, K, V, bf16), slots_of(2, 0, 5), slots_of(0, 0, 0)
     before = copy_of(pool)
-    kda_decode(*inputs, copy_of(pool), slots, weights, draft=True, accepted=accepted, backend="triton")
+    kda_decode(*inputs, copy_of(pool), slots, weights, draft=True, accepted=accepted, backend=backend)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        o = kda_decode(*inputs, pool, slots, weights, draft=True, accepted=accepted, backend="triton")
+        o = kda_decode(*inputs, pool, slots, weights, draft=True, accepted=accepted, backend=backend)
     for numbers in ((0, 0, 0), (1, 4, 2), (3, 0, 4)):
         slots.copy_(slots_of(7, -1, 4) if numbers[0] == 3 else slots_of(2, 0, 5))
         accepted.copy_(slots_of(*numbers))
         for x, fresh in zip(inputs, make_inputs(3, 4, H, K, V, bf16)):
             x.copy_(fresh)
-        want = kda_decode(*inputs, before, slots, weights, draft=True, accepted=accepted, backend="triton")
+        want = kda_decode(*inputs, before, slots, weights, draft=True, accepted=accepted, backend=backend)
         graph.replay()
         assert same_bits(o, want)
         assert same_bits(pool.state, before.state)

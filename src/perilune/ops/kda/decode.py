@@ -14,6 +14,7 @@ again, by the same instructions in the same order, and the state is what it woul
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from perilune.core.errors import ShapeError
 from perilune.ops.autocast import without_autocast
 from perilune.ops.kda.api import kda_step
 from perilune.ops.kda.fused import INTERPRETED, TRITON
-from perilune.ops.kda.gate import Gate
+from perilune.ops.kda.gate import BoundedGate, Gate
 
 MAX_STATE = 1 << 14  # elements of a head's state that the kernel holds in registers, sides rounded up to powers of two
 
@@ -118,7 +119,7 @@ def kda_decode(
         accepted: [N] int32 or int64, how many of the drafts kept by the call before were right, the first ones.  They
             become part of state and window first, at no further pass over the state; all others are forgotten.
             None is zero.
-        backend: "auto", "triton" or "reference".
+        backend: "auto", "gluon", "triton" or "reference".
 
     Returns:
         [N, T, H, V] in out_gate's dtype.
@@ -193,10 +194,11 @@ def reference(
     return o
 
 
-def _triton(*arguments: Any) -> Tensor:
+@torch.compiler.disable  # as in `fused`
+def _kernel(*arguments: Any, hopper: bool) -> Tensor:
     from perilune.ops.kda.kernels.decode import decode  # Triton is not everywhere, and not quick to load
 
-    return decode(*arguments)
+    return decode(*arguments, hopper=hopper)
 
 
 def _triton_refuses(
@@ -226,8 +228,34 @@ def _triton_refuses(
     return None
 
 
+def _gluon_refuses(
+    qkv: Tensor,
+    z: Tensor,
+    beta: Tensor,
+    out_gate: Tensor,
+    pool: KdaPool,
+    slots: Tensor,
+    weights: KdaWeights,
+    draft: bool,
+    accepted: Tensor | None,
+) -> str | None:
+    if reason := _triton_refuses(qkv, z, beta, out_gate, pool, slots, weights, draft, accepted):
+        return reason
+    if not qkv.is_cuda or torch.cuda.get_device_capability(qkv.device)[0] != 9:
+        return "it is written for Hopper (compute capability 9)"
+    K, V, W = *pool.state.shape[2:], weights.conv.shape[-1]
+    if qkv.dtype != torch.bfloat16 or out_gate.dtype != torch.bfloat16:
+        return f"it is verified for bfloat16 alone so far, and inputs are {qkv.dtype} and {out_gate.dtype}"
+    if (K, V, W) != (128, 128, 4) or not isinstance(weights.gate, BoundedGate):
+        return (
+            f"it is verified for the bounded gate, K = V = 128 and 4 taps alone so far, and K, V, W are {K}, {V}, {W}"
+        )
+    return None
+
+
 BACKENDS = Backends("kda_decode")  # best first
-BACKENDS.register("triton", _triton, _triton_refuses)
+BACKENDS.register("gluon", partial(_kernel, hopper=True), _gluon_refuses)
+BACKENDS.register("triton", partial(_kernel, hopper=False), _triton_refuses)
 BACKENDS.register("reference", reference)
 
 

@@ -9,6 +9,7 @@ inputs give equal bits.
 A warp has whole rows of the state [K, V]: the sums over K are sums within a thread, then one exchange among warps.
 """
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from perilune.ops.kda.gate import BoundedGate
+from perilune.ops.kda.kernels.decode_hopper import decode_hopper_kernel
 from perilune.ops.kda.kernels.gate import BOUNDED, LOG2E, SOFTPLUS, log2_decay, sigmoid
 
 if TYPE_CHECKING:
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 # Elements of the state in a thread.  Two heads of 128 x 128 then share a multiprocessor, and the vectors of a head have
 # an element for every thread: with fewer, the compiler computes them anew in the layout of the state, and spills.
 ELEMENTS = 128
+
+RESIDENT = 3  # programs of the kernel for Hopper that share a multiprocessor: 168 registers, 72 KB
 
 # Rows of a sequence, numbered from its first token that is not in the state: W-1 in the window before it, then the
 # replayed drafts, then the new tokens.
@@ -77,17 +81,17 @@ def copy_row(source, target, of_q, of_k, of_v, in_k, in_v):
 
 
 @triton.jit(  # one compiled kernel, however many tokens there are and wherever they lie
-    do_not_specialize=["qkv_row", "z_row", "beta_row", "gate_row", "S", "T", "D", "held", "draft"],
+    do_not_specialize=["qkv_row", "z_row", "beta_row", "gate_row", "N", "S", "T", "D", "held", "draft"],
     do_not_specialize_on_alignment=["qkv", "z", "beta", "out_gate", "o"],
 )
 def decode_kernel(
     qkv, z, beta, out_gate, o, state, window, draft_qkv, draft_z, draft_beta, slots, accepted,
-    conv, A_log, dt_bias, norm, scale, g_min, eps, qkv_row, z_row, beta_row, gate_row, S, T, D, held, draft,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    GATE: tl.constexpr,
+    conv, A_log, dt_bias, norm, scale, g_min, eps, qkv_row, z_row, beta_row, gate_row, N, S, T, D, held, draft,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, GATE: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """Tensors as in `kda_decode`; *_row: their strides from token to token.  held: D where drafts may be replayed,
-    else 0.  draft: 1 where the new tokens are guesses, else 0."""
+    """Tensors as in `kda_decode`; *_row: their strides from token to token.  N: sequences, of which this kernel needs
+    no count.  held: D where drafts may be replayed, else 0.  draft: 1 where the new tokens are guesses, else 0."""
     WIDTH: tl.constexpr = H * (2 * K + V)
     n, h = tl.program_id(0) // H, tl.program_id(0) % H
     slot = tl.load(slots + n).to(tl.int64)
@@ -167,8 +171,10 @@ def decode(
     weights: "KdaWeights",
     draft: bool,
     accepted: Tensor | None,
+    *,
+    hopper: bool = False,
 ) -> Tensor:
-    """`perilune.ops.kda.kda_decode`, its arguments checked."""
+    """`perilune.ops.kda.kda_decode`, its arguments checked.  hopper: by the kernel written for it."""
     N, T = qkv.shape[:2]
     S, H, K, V = pool.state.shape
     o = torch.empty(N, T, H, V, dtype=out_gate.dtype, device=out_gate.device)
@@ -177,19 +183,36 @@ def decode(
     D = pool.draft_qkv.shape[1]
     qkv, z, beta, out_gate = (rows_of(x) for x in (qkv, z, beta, out_gate))
     gate = weights.gate
-    BK, BV = (max(16, triton.next_power_of_2(x)) for x in (K, V))
-    decode_kernel[(N * H,)](
+    BK, BV, BW = (triton.next_power_of_2(x) for x in (max(16, K), max(16, V), weights.conv.shape[-1]))
+    if hopper:
+        kernel, programs, how = decode_hopper_kernel, programs_for(N * H, H, o.device), {"BW": BW, "num_warps": 4}
+    else:
+        kernel, programs, how = decode_kernel, N * H, {"BK": BK, "BV": BV, "num_warps": BK * BV // (32 * ELEMENTS) or 1}
+    kernel[(programs,)](
         qkv, z, beta, out_gate, o, pool.state, pool.window, pool.draft_qkv, pool.draft_z, pool.draft_beta,
         slots.contiguous(), (slots if accepted is None else accepted.to(slots.dtype)).contiguous(),
         weights.conv.contiguous(), gate.A_log.contiguous(), gate.dt_bias.contiguous(), weights.norm.contiguous(),
         K**-0.5 if weights.scale is None else weights.scale,
         gate.g_min if isinstance(gate, BoundedGate) else 0.0,
         weights.norm_eps, qkv.stride(0), z.stride(0), beta.stride(0), out_gate.stride(0),
-        S, T, D, 0 if accepted is None else D, int(draft), H, K, V, weights.conv.shape[-1], BK, BV,
-        BOUNDED if isinstance(gate, BoundedGate) else SOFTPLUS,
-        num_warps=max(1, BK * BV // (32 * ELEMENTS)),
+        N, S, T, D, 0 if accepted is None else D, int(draft), H, K, V, weights.conv.shape[-1],
+        GATE=BOUNDED if isinstance(gate, BoundedGate) else SOFTPLUS, **how,
     )  # fmt: skip
     return o
+
+
+def programs_for(items: int, H: int, device: torch.device) -> int:
+    """As many as there is room for, or fewer where those take as many turns; each with one of the H heads if it can."""
+    most = RESIDENT * multiprocessors(device)
+    if most % H <= most // 8:
+        most -= most % H
+    fewest = triton.cdiv(items, triton.cdiv(items, most))
+    return min(items, most, triton.cdiv(fewest, H) * H)
+
+
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def rows_of(x: Tensor) -> Tensor:
