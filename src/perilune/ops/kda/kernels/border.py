@@ -10,8 +10,10 @@ import triton.language as tl
 
 from perilune.ops.kda.kernels.dot import dot
 from perilune.ops.kda.kernels.rows import slice_of_head
+from perilune.ops.launcher import Launcher
 
 
+@Launcher
 @triton.jit
 def border_kernel(
     maps, made, outer, inner, sequences, H, V, K: tl.constexpr, W: tl.constexpr, REVERSE: tl.constexpr

@@ -20,6 +20,7 @@ from torch import Tensor
 from perilune.ops.kda.gate import BoundedGate
 from perilune.ops.kda.kernels.decode_hopper import decode_hopper_kernel
 from perilune.ops.kda.kernels.gate import BOUNDED, LOG2E, SOFTPLUS, log2_decay, sigmoid
+from perilune.ops.launcher import Launcher
 
 if TYPE_CHECKING:
     from perilune.ops.kda.decode import KdaPool, KdaWeights
@@ -80,6 +81,7 @@ def copy_row(source, target, of_q, of_k, of_v, in_k, in_v):
     tl.store(target + of_v, tl.load(source + of_v, in_v), in_v)
 
 
+@Launcher
 @triton.jit(  # one compiled kernel, however many tokens there are and wherever they lie
     do_not_specialize=["qkv_row", "z_row", "beta_row", "gate_row", "N", "S", "T", "D", "held", "draft"],
     do_not_specialize_on_alignment=["qkv", "z", "beta", "out_gate", "o"],

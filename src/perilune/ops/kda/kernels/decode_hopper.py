@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from perilune.ops.kda.kernels.gate import LOG2E as _LOG2E
 from perilune.ops.kda.kernels.gate import log2_decay, sigmoid
+from perilune.ops.launcher import Launcher
 
 LOG2E = gl.constexpr(_LOG2E.value)
 ROWS = gl.constexpr(32)  # of a state at once
@@ -98,6 +99,7 @@ def inputs_of(
     return q_rows, k_rows, v_rows, logit, strength, opening
 
 
+@Launcher
 @gluon.jit(  # as for `decode_kernel`
     do_not_specialize=["qkv_row", "z_row", "beta_row", "gate_row", "N", "S", "T", "D", "held", "draft"],
     do_not_specialize_on_alignment=["qkv", "z", "beta", "out_gate", "o"],

@@ -18,8 +18,10 @@ from perilune.ops.kda.kernels.blocks import (
 from perilune.ops.kda.kernels.dot import dot
 from perilune.ops.kda.kernels.gate import gate_backward, sigmoid
 from perilune.ops.kda.kernels.rows import load_decay, load_rows, store_rows
+from perilune.ops.launcher import Launcher
 
 
+@Launcher
 @triton.jit
 def value_grads_kernel(
     v, beta, o, do, strength, residuals, dz_, dv, dbeta, dpairs, down, along_q, along_k,
@@ -121,6 +123,7 @@ def block_grads(
     return rows_q + to * by_q, rows_k + to * by_k, columns + back * by
 
 
+@Launcher
 @triton.jit
 def key_grads_kernel(
     q, k, z, A_log, dt_bias, do,

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from perilune.ops.kda.kernels.prepare_hopper import LOG2E, add
+from perilune.ops.launcher import Launcher
 
 FLAT = gl.constexpr(gl.BlockedLayout([16, 1], [1, 32], [4, 2], [1, 0]))  # [64, W]: a tile's rows in a thread
 ROWS = gl.constexpr(gl.BlockedLayout([1, 16, 1], [1, 1, 32], [4, 1, 2], [2, 1, 0]))  # the same as [4, 16, W]
@@ -150,6 +151,7 @@ def of_rows(x):
     return x.load(gl.SliceLayout(1, FLAT))[:, None]
 
 
+@Launcher
 @gluon.jit
 def key_grads_hopper_kernel(
     q, k, z, do, residuals, dz_, states, dstates, dpairs,

@@ -7,6 +7,7 @@ from perilune.ops.kda.kernels.blocks import TILE, after, in_halves, in_tiles, se
 from perilune.ops.kda.kernels.dot import dot
 from perilune.ops.kda.kernels.gate import sigmoid
 from perilune.ops.kda.kernels.rows import load_decay, load_rows
+from perilune.ops.launcher import Launcher
 
 
 @triton.jit
@@ -19,6 +20,7 @@ def inverse_norm(x, start, length, head, H, C: tl.constexpr, K: tl.constexpr, NO
         return tl.full([C], 1.0, tl.float32)
 
 
+@Launcher
 @triton.jit
 def prepare_kernel(
     q, k, z, beta, A_log, dt_bias,
@@ -86,6 +88,7 @@ def prepare_kernel(
     tl.store(solve + at, A.to(solve.dtype.element_ty))
 
 
+@Launcher
 @triton.jit
 def solve_kernel(pairs, solve, strength, C: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr):
     """-A (I + Diag(beta) A)^-1 from A; pairs and solve [chunks, H, C, C] may be the same memory."""

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from perilune.ops.kda.kernels.gate import LOG2E as _LOG2E
+from perilune.ops.launcher import Launcher
 
 LOG2E = gl.constexpr(_LOG2E.value)
 # The tensor cores cut two factors to tf32 instead of rounding them: 0.72 of half a last bit each, on average
@@ -112,6 +113,7 @@ def in_16_bits(x, upper: gl.constexpr, lower: gl.constexpr):
         return gl.inline_asm_elementwise(code, "=r,f,f,r,r", [x, above], dtype=gl.int16, is_pure=True, pack=2)
 
 
+@Launcher
 @gluon.jit
 def prepare_hopper_kernel(
     q, k, z, beta, A_log, dt_bias,

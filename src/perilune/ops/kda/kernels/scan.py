@@ -9,6 +9,7 @@ import triton.language as tl
 
 from perilune.ops.kda.kernels.dot import dot
 from perilune.ops.kda.kernels.rows import slice_of_head
+from perilune.ops.launcher import Launcher
 
 
 @triton.jit
@@ -19,6 +20,7 @@ def store_tokens(x, y, start, length, head, H, D, first, C: tl.constexpr, W: tl.
     tl.store(x + at, tl.trans(y.to(x.dtype.element_ty)), mask=(rows < length)[:, None])
 
 
+@Launcher
 @triton.jit
 def scan_kernel(
     v, q_since, k_since, k_until, solve, pairs, retained, own, strength,
@@ -69,6 +71,7 @@ def scan_kernel(
     tl.store(final + whole, S)
 
 
+@Launcher
 @triton.jit
 def reverse_scan_kernel(
     do, q_since, k_since, k_until, solve, pairs, retained, own, strength,

@@ -15,6 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from perilune.ops.launcher import Launcher
+
 STATE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # [64 of V, K]
 VALUES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # [64 of V, C]
 LEFT = gl.constexpr(gl.DotOperandLayout(0, VALUES, 2))
@@ -185,6 +187,7 @@ def carry_state(
         gl.store(state_pointers(maps, segment, head, H, 128, first - V), S)
 
 
+@Launcher
 @gluon.jit(do_not_specialize=["H", "records"])
 def scan_hopper_kernel(
     v, keys, squares, retained, scales,
@@ -345,6 +348,7 @@ def carry_gradient(
     gl.store(state_pointers(dinitial, segment, head, H, V, first), dS)
 
 
+@Launcher
 @gluon.jit(do_not_specialize=["H", "records"])
 def reverse_scan_hopper_kernel(
     do, keys, squares, retained, scales,

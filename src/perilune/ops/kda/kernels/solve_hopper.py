@@ -8,6 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from perilune.ops.launcher import Launcher
+
 TILES = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1, 1], [1, 16, 8]))  # [n, 16, 16]
 HALVES = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))  # [32, 32]
 
@@ -58,6 +60,7 @@ def assembled(first, second, below):
     return gl.convert_layout(whole, HALVES, assert_trivial=True)
 
 
+@Launcher
 @gluon.jit
 def solve_hopper_kernel(pairs, solve, strength):
     """pairs: A [chunks, H, 64, 64], read below the diagonal; solve: -A X, may be the same memory."""
