@@ -100,8 +100,9 @@ def refuses_gluon(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **op
     if not q.is_cuda or torch.cuda.get_device_capability(q.device)[0] != 9:
         return "it is written for Hopper (compute capability 9)"
     gate = options["gate"]
-    if not isinstance(gate, BoundedGate) or gate.g_min < -5.25:
-        return "it needs the bounded gate, of -5.25 or above"
+    lowest = -5.25 if options["normalize_qk"] else -5.0  # keys of any size have to fit beside what decay makes of them
+    if not isinstance(gate, BoundedGate) or gate.g_min < lowest:
+        return f"it needs the bounded gate, of {lowest:g} or above"
     K, V = q.shape[3], v.shape[3]
     if q.dtype == torch.float32 or served(K) != 128 or served(V) != 128:
         return f"it serves 16-bit q with K and V from 65 to 128, and q is {q.dtype} with K = {K}, V = {V}"
