@@ -54,6 +54,7 @@ def fused(
     from perilune.ops.kda.kernels.plan import Plan
 
     K, V = q.shape[3], v.shape[3]
+    narrow = (served(K), served(V)) != (K, V)
     q, k, g, v = (*(_widened(x, served(K)) for x in (q, k, g)), _widened(v, served(V)))
     plan = Plan.of(q, scale, gate, normalize_qk, beta_logits, hopper)
     chunks = chunks_of(q.shape[0], q.shape[1], cu, plan.chunk, programs(*v.shape[2:]), q.device)
@@ -63,7 +64,7 @@ def fused(
     initial_state = _widened(initial_state, served(V), served(K) - initial_state.shape[2])
     gates = (gate.A_log, _widened(gate.dt_bias, served(K))) if gate is not None else (None, None)
     o, state = _Fused.apply(q, k, v, g, beta, *gates, initial_state, plan, chunks)
-    return o[..., :V], state[..., :K, :V]
+    return (o[..., :V], state[..., :K, :V]) if narrow else (o, state)
 
 
 def served(width: int) -> int:

@@ -25,6 +25,7 @@ REVERSE = {  # by KEEP
 }
 KEY_GRADS = {"num_warps": 8, "maxnreg": 128}  # so that two programs fit a multiprocessor
 WIDTH = 64  # channels of such a program
+WIDE = NVMMASharedLayout(128, 32)  # of float32 in shared memory
 
 Gates = tuple[Tensor | None, Tensor | None]
 
@@ -97,14 +98,21 @@ def key_grads(
     )  # fmt: skip
 
 
-def laid_out(x: Tensor, columns: int, block: list[int], count: int = 1) -> TensorDescriptor:
+class Rows(TensorDescriptor):
+    """A descriptor of what is known to be right: to examine it takes longer than all else that is done with it."""
+
+    def __post_init__(self) -> None:
+        pass
+
+
+def laid_out(x: Tensor, columns: int, block: list[int], count: int = 1) -> Rows:
     """x, or `count` tensors like it one behind the other in memory, as rows of `columns` numbers, read in blocks."""
     shape = [x.numel() // columns * count, columns]
-    layout = VECTOR.value if block[0] == 1 else TILE.value if x.element_size() == 2 else NVMMASharedLayout(128, 32)
-    return TensorDescriptor(x, shape, [columns, 1], block, layout)
+    layout = VECTOR.value if block[0] == 1 else TILE.value if x.element_size() == 2 else WIDE
+    return Rows(x, shape, [columns, 1], block, layout)
 
 
-def _laid_out_records(records: Records) -> list[TensorDescriptor]:
+def _laid_out_records(records: Records) -> list[Rows]:
     """Keys, squares, retained, scales: `Records.empty` puts those of a kind one behind the other."""
     C, K = records.q_since.shape[2:]
     return [
