@@ -7,9 +7,11 @@ from perilune.core.errors import ShapeError, nearest
 from perilune.ops.autocast import autocast_dtype, without_autocast
 from perilune.ops.grouped_experts.activation import Activation
 from perilune.ops.grouped_experts.chunked import grouped_experts_chunked
+from perilune.ops.grouped_experts.fused import grouped_experts_fused, refuses
 from perilune.ops.grouped_experts.reference import grouped_experts_reference
 
-BACKENDS = Backends("grouped_experts")
+BACKENDS = Backends("grouped_experts")  # best first
+BACKENDS.register("gluon", grouped_experts_fused, refuses)
 BACKENDS.register("chunked", grouped_experts_chunked)
 BACKENDS.register("reference", grouped_experts_reference)
 
@@ -40,6 +42,10 @@ def grouped_experts(
     Activation and weighted sum are float32 (float64 for float64).  An expert without tokens gets a zero gradient.
     Under autocast x and the three matrices are cast as a linear layer would.  The order of summation does not depend
     on how the experts are loaded by other tokens.  Gradients are first order only.
+
+    backend: "auto", "gluon" (bfloat16 on a Hopper GPU), "chunked" or "reference".  On "gluon" shapes alone decide what
+    is launched, and nothing is read back, so a call can be captured in a CUDA graph.  The price: values of `ids` are
+    checked on the CPU only; there, an id that is no expert's makes an empty slot.
 
     Raises ShapeError on shapes, dtypes or ids that do not fit, BackendError on an unknown backend.
     """
@@ -76,7 +82,8 @@ def _check(
             raise ShapeError(f"{name}: expected x's dtype {x.dtype}, got {w.dtype}; cast one of them")
     if ids.dim() != 2 or ids.shape[0] != M or ids.dtype.is_floating_point:
         raise ShapeError(f"ids: expected integers [{M}, top_k], got {ids.dtype} {list(ids.shape)}; one row a token")
-    low, high = (x.item() for x in ids.aminmax()) if ids.numel() else (0, 0)
+    on_cpu = ids.device.type == "cpu"  # elsewhere a look at the values would wait for the device
+    low, high = (x.item() for x in ids.aminmax()) if on_cpu and ids.numel() else (0, 0)
     if low < -1 or high >= E:
         raise ShapeError(
             f"ids: expected expert numbers from 0 to {E - 1}, or -1, got {low if low < -1 else high}; "

@@ -1,0 +1,1 @@
+"""What the experts run on a Hopper GPU."""
