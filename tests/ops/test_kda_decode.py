@@ -4,13 +4,16 @@ Everything here runs on the plain form, and, in a process of its own whose Trito
 """
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import fields, replace
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
+from sm_90 import BF16, F32, I64, assembly
 from torch import Tensor
 
 from perilune.core.errors import BackendError, ShapeError
@@ -359,6 +362,24 @@ def test_the_kernel_refuses_what_it_cannot_do() -> None:
         kda_decode(
             *make_inputs(1, 1, 1, 4, 4), make_pool(1, 1, 4, 4), slots_of(0), make_weights(1, 4, 4), backend="triton"
         )
+
+
+@pytest.mark.skipif(INTERPRETED, reason="an interpreter compiles nothing")
+def test_copies_of_states_are_waited_for() -> None:
+    """A wait is for groups of copies: those that belong to none it passes by."""
+    pytest.importorskip("triton")
+    from perilune.ops.kda.kernels.decode_hopper import decode_hopper_kernel
+
+    inputs = dict.fromkeys(("qkv", "z", "beta", "out_gate", "o", "window", "draft_qkv", "draft_z", "draft_beta"), BF16)
+    wide = dict.fromkeys(("state", "conv", "A_log", "dt_bias", "norm"), F32)
+    places = dict.fromkeys(("slots", "accepted"), I64)
+    numbers = dict.fromkeys(("qkv_row", "z_row", "beta_row", "gate_row", "N", "S", "T", "D", "held", "draft"), "i32")
+    types = inputs | wide | places | numbers | dict.fromkeys(("scale", "g_min", "eps"), "fp32")
+    constants = {"H": 2, "K": 128, "V": 128, "W": 4, "GATE": 1, "BW": 4}
+    ptx = assembly(decode_hopper_kernel.kernel, types, constants, num_warps=4)
+    steps = re.findall(r"cp\.async\.(cg|commit_group|wait_group)", ptx)
+    assert {"cg", "commit_group", "wait_group"} <= {*steps}
+    assert ("cg", "wait_group") not in pairwise(steps)
 
 
 @pytest.mark.slow

@@ -58,7 +58,9 @@ def part_of(base, c: gl.constexpr, V: gl.constexpr):
 
 @gluon.jit
 def fetch(memory, base, c: gl.constexpr, V: gl.constexpr):
+    """Sets part c of the state at base on its way; what is not committed as a group is not waited for."""
     async_copy.async_copy_global_to_shared(memory.index(c), part_of(base, c, V), eviction_policy="evict_first")
+    async_copy.commit_group()
 
 
 @gluon.jit

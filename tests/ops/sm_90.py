@@ -1,0 +1,19 @@
+"""Compiles kernels for Hopper on any machine: what a compiler did can be read without a GPU."""
+
+from typing import Any
+
+BF16, F32, I64 = "*bf16", "*fp32", "*i64"
+
+
+def assembly(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: Any) -> str:
+    """The PTX of a Gluon kernel; types and constants: of its arguments, by name."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import compile
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    names = kernel.arg_names
+    signature = {name: types.get(name, "constexpr") for name in names}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name, x in types.items() if x.startswith("*")}
+    source = GluonASTSource(kernel, signature, constexprs=values, attrs=aligned)
+    return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
