@@ -184,7 +184,8 @@ def test_inputs_of_several_dtypes(form: Form) -> None:
     narrow = form._replace(dtype=bf16)
     for names in (("g", "beta"), ("v",), ("initial", "A_log", "dt_bias")):
         changed = {name: x[name].to(other if x[name].dtype == form.dtype else bf16) for name in names}
-        got = call.changed(**changed).check(narrow)
+        backend = "triton" if names == ("v",) else form.backend  # Hopper's kernels take values in 16 bits
+        got = call.changed(**changed).check(narrow._replace(backend=backend))
         assert got["o"].dtype == changed.get("v", x["v"]).dtype
         assert got["state"].dtype == f32
 

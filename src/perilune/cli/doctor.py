@@ -81,7 +81,7 @@ def _kda(device: "torch.device") -> tuple[tuple[Any, ...], dict[str, Any]]:
 
     q = torch.zeros(1, 64, 1, 128, dtype=torch.bfloat16, device=device)
     gate = BoundedGate(torch.zeros(1, device=device), torch.zeros(1, 128, device=device))
-    return (q, q, q, q, q[..., 0]), {"initial_state": None, "gate": gate}
+    return (q, q, q, q, q[..., 0]), {"initial_state": None, "gate": gate, "normalize_qk": True}
 
 
 def _kda_decode(device: "torch.device") -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -98,8 +98,18 @@ def _kda_decode(device: "torch.device") -> tuple[tuple[Any, ...], dict[str, Any]
     return (z.new_zeros(1, 1, 384), z, z[..., 0], z, pool, slots, weights, False, None), {}
 
 
+def _grouped_experts(device: "torch.device") -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A token in bf16, through one of two experts."""
+    import torch
+
+    x = torch.zeros(1, 128, dtype=torch.bfloat16, device=device)
+    w = x.new_zeros(2, 128, 128)
+    return (x, w, w, w, torch.zeros(1, 1, dtype=torch.int64, device=device), torch.ones(1, 1, device=device)), {}
+
+
 USUAL: "dict[str, Callable[[torch.device], tuple[tuple[Any, ...], dict[str, Any]]]]" = {
     "kda": _kda,
     "kda_decode": _kda_decode,
+    "grouped_experts": _grouped_experts,
 }
 """Arguments of a usual call, of operations whose choice depends on them."""

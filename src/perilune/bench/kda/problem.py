@@ -94,7 +94,8 @@ def ours(problem: Problem, backend: str = "auto") -> Tensor:
 
 def path(problem: Problem) -> str:
     """The backend that `ours` takes."""
-    name, _ = BACKENDS.choice(*problem.leaves[:5], initial_state=None, gate=problem.gate)
+    normalize = not problem.activated
+    name, _ = BACKENDS.choice(*problem.leaves[:5], initial_state=None, gate=problem.gate, normalize_qk=normalize)
     return name or "none"
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from perilune.ops.first_order import first_order
 from perilune.ops.grouped_experts.activation import Activation, GatedActivation
+from perilune.ops.hopper import not_hopper
 
 WIDTH = 128  # of tiles: widths are its multiples
 ROOM = 2**31  # rows and columns are counted in 32 bits
@@ -44,8 +45,8 @@ def refuses(
         return "Triton is not installed"
     if not x.is_cuda:
         return f"its kernels run on a GPU, and x is on {x.device.type}"
-    if torch.cuda.get_device_capability(x.device)[0] != 9:
-        return "it is written for Hopper (compute capability 9)"
+    if (reason := not_hopper(x)) is not None:
+        return reason
     if x.dtype != torch.bfloat16:
         return f"its kernels multiply bfloat16, and x is {x.dtype}"
     if weights.dtype == torch.float64:

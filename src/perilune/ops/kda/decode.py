@@ -24,6 +24,7 @@ from torch.nn.functional import silu
 from perilune.core.backends import Backends
 from perilune.core.errors import ShapeError
 from perilune.ops.autocast import without_autocast
+from perilune.ops.hopper import not_hopper
 from perilune.ops.kda.api import kda_step
 from perilune.ops.kda.fused import INTERPRETED, TRITON
 from perilune.ops.kda.gate import BoundedGate, Gate
@@ -239,10 +240,9 @@ def _gluon_refuses(
     draft: bool,
     accepted: Tensor | None,
 ) -> str | None:
-    if reason := _triton_refuses(qkv, z, beta, out_gate, pool, slots, weights, draft, accepted):
+    refused = _triton_refuses(qkv, z, beta, out_gate, pool, slots, weights, draft, accepted)
+    if (reason := refused or not_hopper(qkv)) is not None:
         return reason
-    if not qkv.is_cuda or torch.cuda.get_device_capability(qkv.device)[0] != 9:
-        return "it is written for Hopper (compute capability 9)"
     K, V, W = *pool.state.shape[2:], weights.conv.shape[-1]
     if qkv.dtype != torch.bfloat16 or out_gate.dtype != torch.bfloat16:
         return f"it is verified for bfloat16 alone so far, and inputs are {qkv.dtype} and {out_gate.dtype}"

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from perilune.ops.first_order import first_order
+from perilune.ops.hopper import not_hopper
 from perilune.ops.kda.gate import BoundedGate, Gate
 
 if TYPE_CHECKING:
@@ -77,13 +78,15 @@ def _widened(x: Tensor, width: int, rows: int = 0) -> Tensor:
     return pad(x, (0, width - x.shape[-1], 0, rows)) if width > x.shape[-1] or rows else x
 
 
-def refuses_triton(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any) -> str | None:
+def refuses_triton(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, initial_state: Tensor | None, **options: Any
+) -> str | None:
     """Why the kernels cannot serve a call, or None."""
     if not TRITON:
         return "Triton is not installed"
     if not q.is_cuda and not INTERPRETED:
         return f"its kernels run on a GPU, and q is on {q.device.type}"
-    tensors = (q, k, v, g, beta, options["initial_state"])
+    tensors = (q, k, v, g, beta, initial_state)
     if odd := {x.dtype for x in tensors if x is not None} - set(DTYPES):
         return f"its kernels compute in float32, and an input is {sorted(map(str, odd))[0]}"
     K, V = q.shape[3], v.shape[3]
@@ -94,19 +97,20 @@ def refuses_triton(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **o
     return None
 
 
-def refuses_gluon(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any) -> str | None:
+def refuses_gluon(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *,
+    initial_state: Tensor | None, gate: Gate | None, normalize_qk: bool, **options: Any,
+) -> str | None:  # fmt: skip
     """Why the kernels written for Hopper's tensor cores cannot serve a call, or None."""
-    if (reason := refuses_triton(q, k, v, g, beta, **options)) is not None:
+    if (reason := refuses_triton(q, k, v, g, beta, initial_state=initial_state) or not_hopper(q)) is not None:
         return reason
-    if not q.is_cuda or torch.cuda.get_device_capability(q.device)[0] != 9:
-        return "it is written for Hopper (compute capability 9)"
-    gate = options["gate"]
-    lowest = -5.25 if options["normalize_qk"] else -5.0  # keys of any size have to fit beside what decay makes of them
+    lowest = -5.25 if normalize_qk else -5.0  # keys of any size have to fit beside what decay makes of them
     if not isinstance(gate, BoundedGate) or gate.g_min < lowest:
         return f"it needs the bounded gate, of {lowest:g} or above"
-    K, V = q.shape[3], v.shape[3]
-    if q.dtype == torch.float32 or served(K) != 128 or served(V) != 128:
-        return f"it serves 16-bit q with K and V from 65 to 128, and q is {q.dtype} with K = {K}, V = {V}"
+    K, V, dtypes = q.shape[3], v.shape[3], (q.dtype, k.dtype, v.dtype)
+    if torch.float32 in dtypes or served(K) != 128 or served(V) != 128:
+        found = f"they are {', '.join(map(str, dtypes))} with K = {K}, V = {V}"
+        return f"it serves 16-bit q, k and v with K and V from 65 to 128, and {found}"
     return None
 
 

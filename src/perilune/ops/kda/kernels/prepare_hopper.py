@@ -150,7 +150,7 @@ def prepare_hopper_kernel(
     here = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(z_here, count=1)
     mbarrier.init(here, count=1)
-    mbarrier.expect(z_here, 128 * K)
+    mbarrier.expect(z_here, 64 * K * z.dtype.primitive_bitwidth // 8)
     mbarrier.expect(here, 256 * K)
     first = start.to(gl.int32)
     tma.async_copy_global_to_shared(z, [first, head * K], z_here, z_smem)
