@@ -378,7 +378,7 @@ def test_no_gradient_from_the_future_and_no_effect_on_the_past(form: Form) -> No
 
 @on_each(FEW)
 def test_strides_do_not_matter(form: Form) -> None:
-    """Slices of one projection that start anywhere, gradients that are turned or expanded; 1e30 lies in between."""
+    """Slices of one projection that start anywhere, gradients turned or expanded; other numbers lie in between."""
     call = make(form, [20], H=H)
     want = call.run(form.backend)
     x, tokens = call.inputs, ("q", "k", "v", "g", "beta")
@@ -391,6 +391,8 @@ def test_strides_do_not_matter(form: Form) -> None:
         at += size + 3
     initial = torch.full((x["initial"].numel() + 1,), 1e30, device=DEVICE)[1:].view(x["initial"].shape)
     views["initial"] = initial.copy_(x["initial"])
+    for name in ("A_log", "dt_bias"):
+        views[name] = torch.stack([x[name], torch.full_like(x[name], 9.0)], -1)[..., 0]
     do = call.do.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
     dstate = call.dstate.mT.contiguous().mT
     strided = Call(x | views, do, dstate, call.gate, options=call.options)

@@ -63,7 +63,9 @@ def fused(
         sequences = len(chunks.sequences) - 1
         initial_state = q.new_zeros(sequences, *q.shape[2:], v.shape[3], dtype=torch.float32)
     initial_state = _widened(initial_state, served(V), served(K) - initial_state.shape[2])
-    gates = (gate.A_log, _widened(gate.dt_bias, served(K))) if gate is not None else (None, None)
+    gates: tuple[Tensor | None, Tensor | None] = (None, None)
+    if gate is not None:
+        gates = (gate.A_log.contiguous(), _widened(gate.dt_bias, served(K)).contiguous())
     o, state = _Fused.apply(q, k, v, g, beta, *gates, initial_state, plan, chunks)
     return (o[..., :V], state[..., :K, :V]) if narrow else (o, state)
 
