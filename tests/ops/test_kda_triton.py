@@ -528,6 +528,19 @@ def test_errors_do_not_grow_over_a_million_tokens(form: Form, case: str) -> None
 
 @on_gpu
 @pytest.mark.parametrize("form", WIDEST, ids=str)
+def test_on_another_device_than_the_current_one(form: Form) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    call = make(form, LONG, H=H)
+    want = call.run(form.backend)
+    there = {name: x.to("cuda:1") for name, x in call.inputs.items()}
+    got = Call(there, call.do.to("cuda:1"), call.dstate.to("cuda:1"), call.gate, options=call.options).run(form.backend)
+    assert torch.cuda.current_device() == 0
+    assert all_same_bits({name: x.to("cuda:0") for name, x in got.items()}, want)
+
+
+@on_gpu
+@pytest.mark.parametrize("form", WIDEST, ids=str)
 def test_compiled_is_eager(form: Form) -> None:
     call = make(form, LONG, H=H)
     want = call.run(form.backend)

@@ -33,7 +33,9 @@ def grouped_experts_fused(
 ) -> Tensor:
     """See `grouped_experts`."""
     f = GatedActivation(activation, beta_gate, beta_up)
-    return _Fused.apply(*(t.contiguous() for t in (x, w_gate, w_up, w_down)), ids, weights, f, torch.is_grad_enabled())
+    tensors = *(t.contiguous() for t in (x, w_gate, w_up, w_down)), ids, weights
+    with torch.cuda.device_of(x):  # kernels are launched on the current device
+        return _Fused.apply(*tensors, f, torch.is_grad_enabled())
 
 
 def refuses(

@@ -66,7 +66,8 @@ def fused(
     gates: tuple[Tensor | None, Tensor | None] = (None, None)
     if gate is not None:
         gates = (gate.A_log.contiguous(), _widened(gate.dt_bias, served(K)).contiguous())
-    o, state = _Fused.apply(q, k, v, g, beta, *gates, initial_state, plan, chunks)
+    with torch.cuda.device_of(q):  # kernels are launched on the current device
+        o, state = _Fused.apply(q, k, v, g, beta, *gates, initial_state, plan, chunks)
     return (o[..., :V], state[..., :K, :V]) if narrow else (o, state)
 
 

@@ -9,8 +9,8 @@ import triton.language as tl
 
 @triton.jit
 def expert_of(ids, slot, P, E):
-    expert = tl.load(ids + slot, mask=slot < P, other=-1).to(tl.int32)
-    return tl.where((expert < 0) | (expert >= E), E, expert)
+    expert = tl.load(ids + slot, mask=slot < P, other=-1)  # of 64 bits, perhaps
+    return tl.where((expert < 0) | (expert >= E), E, expert).to(tl.int32)
 
 
 @triton.jit

@@ -190,16 +190,17 @@ def decode(
         kernel, programs, how = decode_hopper_kernel, programs_for(N * H, H, o.device), {"BW": BW, "num_warps": 4}
     else:
         kernel, programs, how = decode_kernel, N * H, {"BK": BK, "BV": BV, "num_warps": BK * BV // (32 * ELEMENTS) or 1}
-    kernel[(programs,)](
-        qkv, z, beta, out_gate, o, pool.state, pool.window, pool.draft_qkv, pool.draft_z, pool.draft_beta,
-        slots.contiguous(), (slots if accepted is None else accepted.to(slots.dtype)).contiguous(),
-        weights.conv.contiguous(), gate.A_log.contiguous(), gate.dt_bias.contiguous(), weights.norm.contiguous(),
-        K**-0.5 if weights.scale is None else weights.scale,
-        gate.g_min if isinstance(gate, BoundedGate) else 0.0,
-        weights.norm_eps, qkv.stride(0), z.stride(0), beta.stride(0), out_gate.stride(0),
-        N, S, T, D, 0 if accepted is None else D, int(draft), H, K, V, weights.conv.shape[-1],
-        GATE=BOUNDED if isinstance(gate, BoundedGate) else SOFTPLUS, **how,
-    )  # fmt: skip
+    with torch.cuda.device_of(o):  # kernels are launched on the current device
+        kernel[(programs,)](
+            qkv, z, beta, out_gate, o, pool.state, pool.window, pool.draft_qkv, pool.draft_z, pool.draft_beta,
+            slots.contiguous(), (slots if accepted is None else accepted.to(slots.dtype)).contiguous(),
+            weights.conv.contiguous(), gate.A_log.contiguous(), gate.dt_bias.contiguous(), weights.norm.contiguous(),
+            K**-0.5 if weights.scale is None else weights.scale,
+            gate.g_min if isinstance(gate, BoundedGate) else 0.0,
+            weights.norm_eps, qkv.stride(0), z.stride(0), beta.stride(0), out_gate.stride(0),
+            N, S, T, D, 0 if accepted is None else D, int(draft), H, K, V, weights.conv.shape[-1],
+            GATE=BOUNDED if isinstance(gate, BoundedGate) else SOFTPLUS, **how,
+        )  # fmt: skip
     return o
 
 
