@@ -1,9 +1,12 @@
+import io
 import json
 import time
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from perilune.bench import runner
+from perilune.bench import progress, runner
 from perilune.bench.case import Candidate, Case, Gate, Sheet
 from perilune.bench.cases import find, grouped_experts, kda
 from perilune.core.errors import ConfigError
@@ -126,3 +129,57 @@ def test_markdown_tables_are_whole_lines(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "toy: sleeping"
     assert sum(line.startswith("|") for line in lines) == 5  # a head, a rule, three candidates
+
+
+def test_what_is_going_on_is_said_beside_the_results(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    assert runner.main(["toy"], cases={"toy": toy(theirs="not installed")}) == 0
+    printed = capsys.readouterr()
+    lines = printed.err.splitlines()
+    steps = ["checking", "making inputs", "first run of loop", "first run of ours", "round 1", "round 2", "round 3"]
+    assert [line.partition(": ")[2].partition(",")[0] for line in lines] == steps
+    assert lines[0] == "toy 1/5: checking"
+    assert lines[-1] == "toy 7/7: round 3, 0.0 min left"
+    assert "checking" not in printed.out
+
+
+def test_lines_come_now_and_then(capsys):
+    with progress.watching("toy", Console(stderr=True)) as tell:
+        for done in range(100):
+            tell("working", done, 100)
+    assert capsys.readouterr().err == "toy 1/100: working\n"
+
+
+def test_a_bar_on_a_terminal_is_gone_in_the_end():
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    with progress.watching("toy", console) as tell:
+        tell("working [bold]", 3, 10)
+    shown = console.file.getvalue()
+    assert "toy: working [bold]" in shown
+    assert "3/10" in shown
+    assert shown.endswith("\x1b[2K")  # the line is erased
+
+
+def test_what_is_done_is_kept_when_the_rest_is_stopped(tmp_path):
+    def stopped():
+        raise KeyboardInterrupt
+
+    target, link = tmp_path / "result.json", tmp_path / "link.json"
+    target.write_text("older")
+    link.symlink_to(target)
+    cases = {"toy": toy(), "other": toy(check=stopped)}
+    with pytest.raises(KeyboardInterrupt):
+        runner.main(["toy", "other"], json_path=link, cases=cases)
+    assert [case["name"] for case in json.loads(target.read_text())["cases"]] == ["toy"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.json", "result.json"]
+    assert link.is_symlink()
+
+
+def test_a_file_that_cannot_be_written_stays_as_it_was(monkeypatch, tmp_path):
+    target = tmp_path / "result.json"
+    target.write_text("older")
+    monkeypatch.setattr(Path, "replace", lambda *paths: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        runner.write(target, {})
+    assert target.read_text() == "older"
+    assert [*tmp_path.iterdir()] == [target]

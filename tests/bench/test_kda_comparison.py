@@ -7,6 +7,7 @@ import time
 import weakref
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
+from itertools import pairwise
 from types import ModuleType
 
 import pytest
@@ -333,6 +334,32 @@ def test_a_slow_call_runs_twice(monkeypatch):
     with pytest.raises(TooSlow, match=r"0\.0 s a call, over 0\.01 s"):
         Meter().median_ms(lambda: calls.append(time.sleep(0.02)))
     assert len(calls) == 2
+
+
+@pytest.mark.usefixtures("_cpu_events")
+def test_a_long_call_counts_once(monkeypatch):
+    monkeypatch.setattr(meter, "ONCE_S", 0.01)
+    calls = iter([0.001, 0.02])
+    assert 20 <= Meter().median_ms(lambda: time.sleep(next(calls))) < 500
+    assert next(calls, None) is None
+
+
+def too_large(problem):
+    if problem.leaves[0].shape[1] == 10:  # the first shape to be timed
+        raise RuntimeError("too large")
+    return ours(problem)
+
+
+@pytest.mark.parametrize("others", [(), (too_large,), (lambda problem: 2 * ours(problem),)])
+def test_all_steps_are_told_and_counted(others):
+    told = []
+    comparison(PERILUNE, *(stranger("other", run) for run in others)).run(lambda *step: told.append(step))
+    steps, done, totals = zip(*told)
+    assert done[0] == 0
+    assert all(a < b for a, b in pairwise(done))
+    assert done[-1] + 1 == totals[-1]
+    assert steps[0] == "checking fast gates, rows"
+    assert "timing perilune at 2, 5, 1, slow gates" in steps
 
 
 def test_what_a_graph_reads_lives_while_it_is_replayed():

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from perilune.bench.progress import Tell, quiet
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """Where the cases put their inputs."""
 
@@ -53,7 +55,7 @@ class Sheet(ABC):
     title: str
 
     @abstractmethod
-    def run(self) -> dict[str, Any]:
+    def run(self, tell: Tell = quiet) -> dict[str, Any]:
         """The result as plain data: name, title, check ("passed" or "failed: why"), passed, and figures if it did."""
 
     @abstractmethod

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from perilune.bench.case import DEVICE, Sheet
 from perilune.bench.meter import Meter
+from perilune.bench.progress import Steps, Tell, quiet
 from perilune.ops import grouped_experts
 from perilune.ops.grouped_experts.api import BACKENDS
 
@@ -49,21 +50,25 @@ class Comparison(Sheet):
     device: torch.device = DEVICE
     meter: Meter = field(default_factory=Meter)
 
-    def run(self) -> dict[str, Any]:
+    def run(self, tell: Tell = quiet) -> dict[str, Any]:
         result: dict[str, Any] = {"name": self.name, "title": self.title, "check": "passed", "passed": True}
         result |= {"errors": {}, "times": [], "skipped": ""}
         arguments = make(self.checked[0], self.device)[:-1]
         for backend in self.contenders.values():
             if reason := BACKENDS.choice(*arguments)[1].get(backend):
                 return result | {"skipped": f"{backend}: {reason}"}
+        steps = Steps(tell, len(self.contenders) * (1 + len(self.shapes)))
         for label, backend in self.contenders.items():
+            steps.next(f"checking {label}")
             errors = check(backend, self.checked, self.device)
             result["errors"][label] = errors
             wrong = [f"{name} of {label} is off by {off:.1e}" for name, off in errors.items() if off > ALLOWED[name]]
             if wrong and result["passed"]:
                 result |= {"check": f"failed: {wrong[0]} of its size", "passed": False}
         if result["passed"]:
-            result["times"] = [self.time(*pair) for pair in product(self.shapes, self.contenders)]
+            for shape, label in product(self.shapes, self.contenders):
+                steps.next(f"timing {label}, {shape.E} experts")
+                result["times"].append(self.time(shape, label))
         return result
 
     def time(self, shape: Shape, label: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from rich.table import Table
 from perilune import __version__
 from perilune.bench.case import DEVICE, Candidate, Case, Sheet
 from perilune.bench.cases import find
+from perilune.bench.progress import Steps, Tell, quiet, watching
 from perilune.core.errors import ConfigError, nearest
 
 ROUNDS = 15
@@ -37,8 +38,9 @@ def main(
     markdown: bool = False,
     cases: Mapping[str, Case | Sheet] | None = None,
 ) -> int:
-    """Runs the named cases (all if none is named), prints a table for each, writes `json_path` if given.
+    """Runs the named cases (all if none is named), prints a table for each, shows on stderr what is going on.
 
+    json_path: a file for the results, written anew as each case ends.
     threads: of torch on the CPU, for this process.  markdown: tables as a page holds them.
     Returns 1 if a check or a gate failed, else 0.
     Raises ConfigError for an unknown name.
@@ -52,24 +54,43 @@ def main(
     results = []
     for name in names or cases:
         case = cases[name]
-        result = run(case) if isinstance(case, Case) else case.run()
+        with watching(name, Console(stderr=True)) as tell:
+            result = run(case, tell) if isinstance(case, Case) else case.run(tell)
         show(parts(result) if isinstance(case, Case) else case.parts(result), markdown)
         results.append(result)
-    if json_path is not None:
-        text = json.dumps({"environment": environment(), "cases": results}, indent=1)
-        Path(json_path).write_text(text + "\n", encoding="utf-8")
+        if json_path is not None:
+            write(Path(json_path), {"environment": environment(), "cases": results})
     return 0 if all(result["passed"] for result in results) else 1
 
 
-def run(case: Case) -> dict[str, Any]:
+def write(path: Path, results: dict[str, Any]) -> None:
+    """Whole or not at all, but to what is no file, as a pipe, as it comes."""
+    text = json.dumps(results, indent=1) + "\n"
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    path = path.resolve()  # a link stays one
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def run(case: Case, tell: Tell = quiet) -> dict[str, Any]:
     """The result of one case as plain data; without times if its check fails."""
     result: dict[str, Any] = {"name": case.name, "title": case.title, "check": "passed", "times": [], "gates": []}
+    steps = Steps(tell, 2 + ROUNDS)
+    steps.next("checking")
     try:
         case.check()
     except AssertionError as error:
         return result | {"check": f"failed: {error}", "passed": False}
+    steps.next("making inputs")
     candidates = case.build()
-    seconds, peaks = take_turns([c for c in candidates if not c.skipped])
+    seconds, peaks = take_turns([c for c in candidates if not c.skipped], steps)
     for candidate in candidates:
         row: dict[str, Any] = {"label": candidate.label}
         if candidate.skipped:
@@ -87,7 +108,7 @@ def run(case: Case) -> dict[str, Any]:
     return result | {"passed": all(gate.get("passed", True) for gate in result["gates"])}
 
 
-def take_turns(candidates: Iterable[Candidate]) -> tuple[dict[str, list[float]], dict[str, int | None]]:
+def take_turns(candidates: Sequence[Candidate], steps: Steps) -> tuple[dict[str, list[float]], dict[str, int | None]]:
     """Seconds of every run and peak memory (on a GPU) by label.
 
     Rounds, in which every candidate runs once: what disturbs the machine for a while disturbs all alike.  The first
@@ -95,12 +116,14 @@ def take_turns(candidates: Iterable[Candidate]) -> tuple[dict[str, list[float]],
     """
     seconds: dict[str, list[float]] = {}
     peaks: dict[str, int | None] = {}
-    waiting = list(candidates)
-    for candidate in waiting:
+    steps.total += len(candidates)
+    for candidate in candidates:
+        steps.next(f"first run of {candidate.label}")
         elapsed, peaks[candidate.label] = time_once(candidate)
         seconds[candidate.label] = [elapsed] if elapsed > BUDGET_S else []
-    for _ in range(ROUNDS):
-        for candidate in waiting:
+    for i in range(ROUNDS):
+        steps.next(f"round {i + 1}")
+        for candidate in candidates:
             if sum(seconds[candidate.label]) < BUDGET_S:
                 seconds[candidate.label].append(time_once(candidate)[0])
     return seconds, peaks

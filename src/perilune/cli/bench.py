@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from perilune.bench.runner import main
-
     check_file(args.json, "--json")
+    from perilune.bench.runner import main  # not quick to load
+
     return main(args.names, json_path=args.json, threads=args.threads, markdown=args.markdown)

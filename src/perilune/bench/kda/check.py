@@ -11,6 +11,7 @@ from torch import Tensor
 
 from perilune.bench.kda.contenders import Contender
 from perilune.bench.kda.problem import INPUTS, REGIMES, Problem, Shape, forward_backward, make, ours
+from perilune.bench.progress import Steps, quiet
 
 ALLOWED = {
     "o": 4e-3,
@@ -47,12 +48,20 @@ def error(x: Tensor, exact: Tensor) -> float:
 
 
 def check(
-    contenders: Sequence[Contender], device: torch.device, shapes: Sequence[Shape] = SHAPES
+    contenders: Sequence[Contender],
+    device: torch.device,
+    shapes: Sequence[Shape] = SHAPES,
+    steps: Steps | None = None,
 ) -> dict[str, Verdict]:
-    """By label.  One from elsewhere that raises has failed; one of ours that raises is our bug."""
+    """By label; a step for each shape and kind of gates.
+
+    One from elsewhere that raises has failed; one of ours that raises is our bug.
+    """
+    steps = steps or Steps(quiet, len(shapes) * len(REGIMES))
     verdicts = {contender.label: Verdict() for contender in contenders}
     for shape, regime in product(shapes, REGIMES):
         where = f"{regime} gates, {'packed' if shape.documents else 'rows'}"
+        steps.next(f"checking {where}")
         logits = make(shape, regime, device)
         for problem in (logits, logits.activate()):
             same = [contender for contender in contenders if contender.activated == problem.activated]

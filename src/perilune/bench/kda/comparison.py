@@ -16,6 +16,7 @@ from perilune.bench.kda.contenders import CONTENDERS, Contender
 from perilune.bench.kda.drift import drift, worst
 from perilune.bench.kda.problem import REGIMES, Shape, forward_backward, make, path
 from perilune.bench.meter import Meter, TooSlow
+from perilune.bench.progress import Steps, Tell, quiet
 
 MIB = 2**20
 LONG = Shape(1, 1 << 20, 1)
@@ -33,13 +34,16 @@ class Comparison(Sheet):
     device: torch.device = DEVICE
     meter: Meter = field(default_factory=Meter)
 
-    def run(self) -> dict[str, Any]:
+    def run(self, tell: Tell = quiet) -> dict[str, Any]:
         present = [contender for contender in self.contenders if not contender.missing]
-        verdicts = check(present, self.device, self.checked)
+        rounds = len(self.checked) + 1 + len(self.shapes) * len(present) + len(self.sizes)
+        steps = Steps(tell, 1 + len(REGIMES) * rounds)
+        verdicts = check(present, self.device, self.checked, steps)
         ours = [contender.label for contender in present if contender.package is None]
         wrong = [f"{label}: {verdicts[label].failed}" for label in ours if verdicts[label].failed]
+        steps.next("checking decoding")
         failed = "; ".join(wrong) or decode.check(self.device)
-        along = {} if failed else drift(self.long, self.device)
+        along = {} if failed else drift(self.long, self.device, steps=steps)
         failed = failed or worst(along)
         result = {
             "name": self.name,
@@ -54,8 +58,10 @@ class Comparison(Sheet):
         }
         if not failed:
             right = [contender for contender in present if not verdicts[contender.label].failed]
-            result["times"] = [self.time(contender, shape) for shape, contender in product(self.shapes, right)]
-            result["decode"] = [self.time_step(size) for size in self.sizes]
+            steps.total -= len(REGIMES) * len(self.shapes) * (len(present) - len(right))
+            pairs = product(self.shapes, right)
+            result["times"] = [self.time(contender, shape, steps) for shape, contender in pairs]
+            result["decode"] = [self.time_step(size, steps) for size in self.sizes]
         return result
 
     def standing(self, contender: Contender, verdict: Verdict | None) -> dict[str, Any]:
@@ -65,18 +71,19 @@ class Comparison(Sheet):
         errors = {name: off if isfinite(off) else None for name, off in verdict.errors.items()}
         return {"label": contender.label, "errors": errors, "failed": verdict.failed}
 
-    def time(self, contender: Contender, shape: Shape) -> dict[str, Any]:
+    def time(self, contender: Contender, shape: Shape, steps: Steps) -> dict[str, Any]:
         """Figures by gates, up to those at which it is too slow or fails."""
         row: dict[str, Any] = {"B": shape.B, "T": shape.T, "H": shape.H, "label": contender.label}
         row |= {"forward_ms": {}, "both_ms": {}, "peak_bytes": {}}
+        end = steps.done + len(REGIMES)
         for regime in REGIMES:
+            steps.next(f"timing {contender.label} at {shape_of(row)}, {regime} gates")
             try:
                 self.measure(contender, shape, regime, row)
-            except (TooSlow, torch.OutOfMemoryError) as stop:
-                return row | {"skipped": reason(stop)}
             except Exception as stop:
-                if contender.package is None:
+                if contender.package is None and not isinstance(stop, TooSlow | torch.OutOfMemoryError):
                     raise
+                steps.done = end  # the other gates are left out
                 return row | {"skipped": reason(stop)}
         return row
 
@@ -91,10 +98,11 @@ class Comparison(Sheet):
         row["both_ms"][regime] = self.meter.median_ms(lambda: forward_backward(contender.run, problem))
         row["peak_bytes"][regime] = self.meter.peak(lambda: forward_backward(contender.run, problem)) - held
 
-    def time_step(self, size: decode.Size) -> dict[str, Any]:
+    def time_step(self, size: decode.Size, steps: Steps) -> dict[str, Any]:
         """Medians of a replayed step by gates."""
         ms = {}
         for regime in REGIMES:
+            steps.next(f"timing a decoding step for {size.N} x {size.H} heads, {regime} gates")
             step = decode.make(size, regime, self.device)
             ms[regime] = self.meter.median_ms(self.meter.captured(step))
         return {"N": size.N, "H": size.H, "state_bytes": size.state_bytes, "ms": ms}

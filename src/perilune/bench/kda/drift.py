@@ -6,6 +6,7 @@ import torch
 
 from perilune.bench.kda.check import ALLOWED, error
 from perilune.bench.kda.problem import INPUTS, REGIMES, Shape, forward_backward, make, ours
+from perilune.bench.progress import Steps, quiet
 
 WINDOWS = 8
 LEEWAY = 2
@@ -14,9 +15,19 @@ ALONG = ("o", *(f"d{name}" for name in INPUTS[:5]))
 """What has a row for every token: outputs err forward, gradients of what is remembered err backward."""
 
 
-def drift(shape: Shape, device: torch.device, windows: int = WINDOWS) -> dict[str, dict[str, list[float]]]:
-    """By regime and name: the errors of o and of the gradients in each of `windows` equal parts of the sequence."""
-    return {regime: _of(shape, regime, device, windows) for regime in REGIMES}
+def drift(
+    shape: Shape, device: torch.device, windows: int = WINDOWS, steps: Steps | None = None
+) -> dict[str, dict[str, list[float]]]:
+    """By regime and name: the errors of o and of the gradients in each of `windows` equal parts of the sequence.
+
+    A step for each regime.
+    """
+    steps = steps or Steps(quiet, len(REGIMES))
+    found = {}
+    for regime in REGIMES:
+        steps.next(f"checking {shape.T:,} tokens, {regime} gates")
+        found[regime] = _of(shape, regime, device, windows)
+    return found
 
 
 def _of(shape: Shape, regime: str, device: torch.device, windows: int) -> dict[str, list[float]]:
