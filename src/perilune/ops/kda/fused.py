@@ -1,4 +1,4 @@
-"""KDA in Triton, forward and backward, the transforms of its inputs included.
+"""KDA in Triton and Gluon, forward and backward, the transforms of its inputs included.
 
 Forward: `prepare` makes a record of every chunk and head, all at once; `scan` carries the state through the records of
 a sequence, one program a head (and slice of V), or, where those would leave processors idle, one for each of the

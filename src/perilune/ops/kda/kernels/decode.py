@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs
 """A decoding step in one kernel: convolution, norm, gate, recurrence, output norm.
 
 One program a sequence and head.  It holds the head's state in registers, works through the tokens one by one, and is

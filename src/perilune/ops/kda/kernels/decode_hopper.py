@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs
 """`decode_kernel` with the state in shared memory, in Gluon: K = V = 128.
 
 A state in registers leaves room for two programs a multiprocessor, and each of them waits for its inputs, its state and
@@ -12,11 +11,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from perilune.ops.kda.kernels.gate import LOG2E as _LOG2E
 from perilune.ops.kda.kernels.gate import log2_decay, sigmoid
+from perilune.ops.kda.kernels.hardware import LOG2E
 from perilune.ops.launcher import Launcher
 
-LOG2E = gl.constexpr(_LOG2E.value)
 ROWS = gl.constexpr(32)  # of a state at once
 TILE = gl.constexpr(gl.BlockedLayout([8, 4], [1, 32], [4, 1], [1, 0]))  # [ROWS, V]; a warp has whole rows
 TAPS = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0]))  # [channels, W]; a thread has a channel

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from perilune.ops.kda.kernels.prepare_hopper import LOG2E, add
+from perilune.ops.kda.kernels.hardware import LOG2E, add, exp2, reciprocal
 from perilune.ops.launcher import Launcher
 
 FLAT = gl.constexpr(gl.BlockedLayout([16, 1], [1, 32], [4, 2], [1, 0]))  # [64, W]: a tile's rows in a thread
@@ -60,16 +60,6 @@ DIAGONALS = gl.constexpr(
         [[1, 0], [2, 0], [4, 0], [8, 0], [16, 0], [32, 0], [9, 1], [18, 2], [4, 4], [8, 8], [16, 16], [32, 32]]
     )
 )
-
-
-@gluon.jit
-def exp2(x):
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def inverse(x):
-    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -224,7 +214,7 @@ def key_grads_hopper_kernel(
         clear(logits, length)
     x = logits.load(FLAT).to(gl.float32) * rate_2 + bias * rate_2
     e = exp2(-gl.abs(x))
-    g = tiled(gl.where(live, g_min * LOG2E * gl.where(x < 0, e, 1.0) * inverse(1.0 + e), 0.0))
+    g = tiled(gl.where(live, g_min * LOG2E * gl.where(x < 0, e, 1.0) * reciprocal(1.0 + e), 0.0))
     to = exp2(flat(gl.associative_scan(g, 1, add)) + middle)
     whole = gl.sum(g, 1)
     every = every_tile(whole)
@@ -278,7 +268,7 @@ def key_grads_hopper_kernel(
     reads_k = keys._reinterpret(gl.bfloat16, [W, 64], HALF).permute((1, 0))
     Q = queries.load(FLAT).to(gl.float32) * of_rows(to_q)
     X = keys.load(FLAT).to(gl.float32) * of_rows(to_k)
-    near.store((X * inverse(to)).to(gl.bfloat16))
+    near.store((X * reciprocal(to)).to(gl.bfloat16))
     reads_q.store((Q * to).to(gl.bfloat16))
     reads_k.store((X * to).to(gl.bfloat16))
     fence_async_shared()
@@ -314,7 +304,7 @@ def key_grads_hopper_kernel(
     change = RQ * by_row
     dQ = to * (of_rows(to_q) * by_row + of_rows(own_q) * N)
     if NORM:
-        dQ -= inverse(to) * (of_rows(with_q) * RQ)
+        dQ -= reciprocal(to) * (of_rows(with_q) * RQ)
     queries.store(dQ.to(q.dtype))
     by_row = both.slice(64, 64).load(FLAT)
     change += reads_k.load(FLAT).to(gl.float32) * by_row
@@ -325,7 +315,7 @@ def key_grads_hopper_kernel(
     dK = of_rows(to_k) * by_row
     if NORM:
         dK -= of_rows(with_k) * N
-    dK = to * dK + inverse(to) * (of_rows(to_k) * (by_column + end) + of_rows(own_k) * RQ)
+    dK = to * dK + reciprocal(to) * (of_rows(to_k) * (by_column + end) + of_rows(own_k) * RQ)
     keys.store(dK.to(k.dtype))
 
     # Reads within the chunk from a row on, and writes that leave it before the row
@@ -340,7 +330,7 @@ def key_grads_hopper_kernel(
     dg = flat(base[:, None, :] - gl.associative_scan(change, 1, add) + change)
     logit = logits.load(FLAT).to(gl.float32) + bias
     e = exp2(-gl.abs(logit * rate_2))
-    s = inverse(1.0 + e)
+    s = reciprocal(1.0 + e)
     dx = gl.where(live, dg * (e * s * s), 0.0)
     logits.store((dx * (g_min * rate)).to(z.dtype))
     by_bias = gl.sum(every_tile(gl.sum(tiled(dx), 1)), 0) * (g_min * rate)

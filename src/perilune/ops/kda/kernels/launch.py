@@ -8,6 +8,7 @@ from perilune.ops.kda.kernels import launch_hopper
 from perilune.ops.kda.kernels.border import border_kernel
 from perilune.ops.kda.kernels.chunks import Chunks
 from perilune.ops.kda.kernels.grads import key_grads_kernel, value_grads_kernel
+from perilune.ops.kda.kernels.launch_hopper import Gates
 from perilune.ops.kda.kernels.plan import Plan
 from perilune.ops.kda.kernels.prepare import prepare_kernel, solve_kernel
 from perilune.ops.kda.kernels.scan import reverse_scan_kernel, scan_kernel
@@ -20,8 +21,6 @@ SCAN = {"W": 128, "num_warps": 8, "num_stages": 2}
 BORDER = {"W": 16, "num_warps": 8, "num_stages": 1}
 VALUE_GRADS = {"VW": 64, "num_warps": 4, "num_stages": 1}
 KEY_GRADS = {"W": 64, "VW": 64, "num_warps": 4, "num_stages": 1}
-
-Gates = tuple[Tensor | None, Tensor | None]  # A_log [H], dt_bias [H, K]
 
 
 def prepare(q: Tensor, k: Tensor, z: Tensor, beta: Tensor, gates: Gates, plan: Plan, chunks: Chunks) -> Records:

@@ -27,7 +27,7 @@ KEY_GRADS = {"num_warps": 8, "maxnreg": 128}  # so that two programs fit a multi
 WIDTH = 64  # channels of such a program
 WIDE = NVMMASharedLayout(128, 32)  # of float32 in shared memory
 
-Gates = tuple[Tensor | None, Tensor | None]
+Gates = tuple[Tensor | None, Tensor | None]  # A_log [H], dt_bias [H, K]
 
 
 def prepare(

@@ -16,34 +16,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from perilune.ops.kda.kernels.gate import LOG2E as _LOG2E
+from perilune.ops.kda.kernels.hardware import LOG2E, add, exp2, exp2_minus, reciprocal, sigmoid
 from perilune.ops.launcher import Launcher
 
-LOG2E = gl.constexpr(_LOG2E.value)
 # The tensor cores cut two factors to tf32 instead of rounding them: 0.72 of half a last bit each, on average
 CUT = gl.constexpr(1.0 + 2 * 0.72 * 2.0**-11)
-
-
-@gluon.jit
-def exp2(x):
-    """As the hardware has it: results below the least normal number are zeros."""
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def exp2_minus(x):
-    code: gl.constexpr = "{ .reg .f32 y; neg.f32 y, $1; ex2.approx.ftz.f32 $0, y; }"
-    return gl.inline_asm_elementwise(code, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def reciprocal(x):
-    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def sigmoid(x):
-    return reciprocal(1.0 + exp2(x * -LOG2E))
 
 
 @gluon.jit
@@ -54,11 +31,6 @@ def widened(x):
         return gl.inline_asm_elementwise(code, "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2)
     else:
         return x.to(gl.float32)
-
-
-@gluon.jit
-def add(a, b):
-    return a + b
 
 
 @gluon.jit
