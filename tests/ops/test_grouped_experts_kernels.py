@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gluon_threads import Descriptor, Pointer, kernels, launch
+from gluon_threads import Descriptor, kernels
 from torch import Tensor
 
 import perilune
@@ -71,7 +71,7 @@ def error(x: Tensor, exact: Tensor) -> float:
     return float((x.double() - exact.double()).norm() / exact.double().norm().clamp(min=1e-9))
 
 
-def tiles(counts: Tensor) -> list[Pointer]:
+def tiles(counts: Tensor) -> list[Tensor]:
     """Expert, first row and end of the rows of its expert for every tile; how many there are."""
     ends = counts.cumsum(0).tolist()
     found = [
@@ -79,24 +79,32 @@ def tiles(counts: Tensor) -> list[Pointer]:
         for e, (end, count) in enumerate(zip(ends, counts.tolist()))
         for first in range(end - count, end, HEIGHT)
     ]
-    return [Pointer(torch.tensor(column)) for column in (*zip(*found), [len(found)])]
+    return [torch.tensor(column) for column in (*zip(*found), [len(found)])]
 
 
 # Products, in threads
 
 
+def rounded(x: Tensor) -> Tensor:
+    return x.bfloat16().float()
+
+
+def blocks(x: Tensor, *sides: int) -> Descriptor:
+    return Descriptor.from_tensor(x if x.dtype == torch.bfloat16 else x.bfloat16(), list(sides))
+
+
 @pytest.mark.parametrize(
     ("counts", "D", "F"), [([50, 0, 200, 64, 1], 256, 128), ([193, 450], 128, 384), ([0, 128, 192, 0], 384, 256)]
 )
-def test_products_in_threads(counts, D, F, monkeypatch):
+def test_products_in_threads(counts, D, F):
     """They err by the rounding of what they write, read no row beyond their expert's and write none."""
-    module = kernels(PRODUCTS, monkeypatch)
+    module = kernels(PRODUCTS)
     counts = torch.tensor(counts)
     E, n = len(counts), int(counts.sum())
     P, places = n + 70, tiles(counts)
-    starts = Pointer(torch.cat([counts.new_zeros(1), counts.cumsum(0)]))
-    w_gate, w_up, w_down = (torch.randn(E, *sides) / sides[1] ** 0.5 for sides in ((F, D), (F, D), (D, F)))
-    x, a, dinner = (torch.randn(P, width) for width in (D, F, 2 * F))
+    starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    w_gate, w_up, w_down = (rounded(torch.randn(E, *sides) / sides[1] ** 0.5) for sides in ((F, D), (F, D), (D, F)))
+    x, a, dinner = (rounded(torch.randn(P, width)) for width in (D, F, 2 * F))
     for t in (x, a, dinner):
         t[n:] = torch.nan  # rows of empty slots
 
@@ -104,12 +112,11 @@ def test_products_in_threads(counts, D, F, monkeypatch):
         form = {"GATED": False, "TURNED": False, "DOUBLE": False, "SITU": False, "KEEP": False} | form
         out = torch.full((P, width), torch.nan)
         matrices = [
-            m if m is None else Descriptor(m, *((64, 128) if form["TURNED"] else (128, 64))) for m in (first, second)
+            m if m is None else blocks(m, *((64, 128) if form["TURNED"] else (128, 64))) for m in (first, second)
         ]
-        kept = [t if t is None else Pointer(t) for t in kept]
         kernel = module["row_product_kernel"]
-        launch(
-            kernel, 2, Descriptor(rows, 64, 64), *matrices, Pointer(out), *kept, *places, width, K, 4.0, 25.0,
+        kernel[2,](
+            blocks(rows, 64, 64), *matrices, out, *kept, *places, width, K, 4.0, 25.0,
             STAGES=3, **form,
         )  # fmt: skip
         assert out[n:].isnan().all()
@@ -131,10 +138,9 @@ def test_products_in_threads(counts, D, F, monkeypatch):
     for length in (1, 2, 5):
         for left, right, double in ((x, a, False), (dinner, x, True)):
             M, N = left.shape[1], right.shape[1]
-            out = [torch.full((E, M // (1 + double), N), torch.nan) for _ in range(1 + double)]
-            blocks = [Descriptor(t, 64, 256) for t in out] + [None]
-            launch(
-                module["outer_product_kernel"], 2, Descriptor(left, 64, 64), Descriptor(right, 64, 256), *blocks[:2],
+            out = [torch.full((E, M // (1 + double), N), torch.nan).bfloat16() for _ in range(1 + double)]
+            module["outer_product_kernel"][2,](
+                blocks(left, 64, 64), blocks(right, 64, 256), *([blocks(t, 64, 256) for t in out] + [None])[:2],
                 starts, E, M, N, length, STAGES=4, PANEL=3, DOUBLE=double,
             )  # fmt: skip
             got = torch.cat(out, 1)
@@ -203,8 +209,8 @@ def test_the_layout_is_a_stable_sort(M, top_k, E):
     assert torch.equal(layout.starts.diff().long(), counts)
     number = int(layout.number)
     assert number <= len(layout.expert)
-    for got, pointer in zip(layout[3:6], tiles(counts) if number else ()):
-        assert torch.equal(got[:number].long(), pointer.x)
+    for got, column in zip(layout[3:6], tiles(counts) if number else ()):
+        assert torch.equal(got[:number].long(), column)
 
 
 @pytest.mark.skipif(INTERPRETED or find_spec("triton") is None, reason="needs Triton, once")

@@ -179,7 +179,7 @@ def key_grads_hopper_kernel(
     left = gl.allocate_shared_memory(gl.bfloat16, [128, K], HALF)
     queries = gl.allocate_shared_memory(q.dtype, [64, W], HALF)
     keys = gl.allocate_shared_memory(k.dtype, [64, W], HALF)
-    mbarrier.expect(z_bar, 64 * W * z.dtype.primitive_bitwidth // 8)
+    mbarrier.expect(z_bar, z.block_type.nbytes)
     mbarrier.expect(states_bar, 2 * 128 * W * 2 + 64 * K * 2)
     mbarrier.expect(left_bar, 128 * K * 2)
     mbarrier.expect(keys_bar, 128 * W * 2)

@@ -75,8 +75,9 @@ def load_chunks(
         s = i % EARLY
         full = early.index(s)
         mbarrier.wait(early_free.index(s), (i // EARLY + 1) & 1)
-        mbarrier.expect(full, 64 * 128 * 2 + (GROUPS + 1) * 64 * 64 * 2 + 64 * 4, pred=valued)
-        mbarrier.expect(full, 64 * 128 * 2 + 64 * 64 * 2 + 64 * 4, pred=not valued)
+        size: gl.constexpr = 64 * 128 * 2 + 64 * 64 * 2 + 64 * 4
+        mbarrier.expect(full, size + GROUPS * v.block_type.nbytes, pred=valued)
+        mbarrier.expect(full, size, pred=not valued)
         tma.async_copy_global_to_shared(keys, [(records + record) * 64, 0], full, in_tiles.index(s))
         tma.async_copy_global_to_shared(scales, [records + record, 0], full, strength_rows.index(s))
         tma.async_copy_global_to_shared(squares, [record * 64, 0], full, solve_tiles.index(s))
@@ -266,7 +267,7 @@ def load_chunks_back(
         s = i % EARLY
         full = early.index(s)
         mbarrier.wait(early_free.index(s), (i // EARLY + 1) & 1)
-        mbarrier.expect(full, 64 * 128 * 2 + (GROUPS + 2) * 64 * 64 * 2 + 2 * 64 * 4)
+        mbarrier.expect(full, 64 * 128 * 2 + 2 * 64 * 64 * 2 + GROUPS * do.block_type.nbytes + 2 * 64 * 4)
         tma.async_copy_global_to_shared(keys, [(2 * records + record) * 64, 0], full, out_tiles.index(s))
         for g in gl.static_range(GROUPS):
             at = head * V + first + 64 * g
