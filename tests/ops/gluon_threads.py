@@ -355,6 +355,11 @@ def allocate(dtype: torch.dtype, shape: list[int], layout: Any, x: Tensor | None
 # What goes on at a time
 
 
+def dawdle() -> None:
+    """So that threads take turns in many ways."""
+    time.sleep(random.random() * 1e-3 if random.random() < 0.1 else 0)
+
+
 class Barrier:
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -366,7 +371,7 @@ class Barrier:
         self.expected = self.missing = count
 
     def count(self, arrivals: int, size: int, copy: Callable[[], None] | None = None) -> None:
-        time.sleep(random.random() * 1e-3 if random.random() < 0.02 else 0)
+        dawdle()
         with self.changed:
             if copy is not None:
                 self.copies.append((self.phase, copy))
@@ -376,6 +381,7 @@ class Barrier:
             if self.missing == self.bytes == 0:
                 self.phase, self.missing = self.phase + 1, self.expected
                 self.changed.notify_all()
+        dawdle()
 
     def wait(self, parity: int) -> None:
         with self.changed:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import test_kda_decode as steps
+import torch
 from gluon_threads import simulated
 from kda_cases import CASES, INTERPRETED, Form, all_same_bits, bf16, f16, f32, make, same_bits
 
@@ -42,6 +43,27 @@ def test_documents() -> None:
     got = call.check(GLUON)
     assert same_bits(got["state"][0], call.inputs["initial"][0])
     assert same_bits(got["dinitial"][0], call.dstate[0])
+
+
+def test_no_document_sees_what_is_next_to_it() -> None:
+    call = make(GLUON, [65, 3])
+    want = call.part(0, 65, slice(0, 1), [0, 65]).run("gluon")
+    for x in (*(call.inputs[name] for name in ("q", "k", "v", "g", "beta")), call.do):
+        x[:, 65:] = torch.nan
+    got = call.run("gluon")
+    for name in got.keys() - {"dA_log", "ddt_bias"}:
+        own = slice(1) if name in ("state", "dinitial") else (slice(None), slice(65))
+        assert same_bits(got[name][own], want[name]), name
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_heads_in_turns_give_the_same_bits(split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if split:
+        monkeypatch.setattr(sys.modules[f"{KERNELS}.chunks"], "segment_length", lambda *_: 1)
+    call = make(GLUON, [65] if split else [3, 2], H=3, packed=not split)
+    want = call.run("gluon")
+    monkeypatch.setattr(sys.modules[f"{KERNELS}.launch"], "turns", lambda H, *_: [slice(0, 2), slice(2, H)])
+    assert all_same_bits(call.run("gluon"), want)
 
 
 @pytest.mark.parametrize("processors", [1, 100])  # then a program of the scans has half of V

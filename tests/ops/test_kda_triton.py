@@ -248,6 +248,29 @@ def test_value_heads_share_their_key_head(form: Form, gates_by: str) -> None:
     many.changed(**{name: few.inputs[name] for name in rows}).check(form)
 
 
+@on_each(FEW)
+@pytest.mark.parametrize("lengths", [[1], [40, 0, 3]])
+def test_heads_in_turns_give_the_same_bits(form: Form, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    from perilune.ops.kda.kernels import launch
+
+    call = make(form, lengths, H=3)
+    monkeypatch.setattr(launch, "turns", lambda H, *_: [slice(0, H)])
+    want = call.run(form.backend)
+    monkeypatch.setattr(launch, "turns", lambda H, *_: [slice(0, 2), slice(2, H)])
+    assert all_same_bits(call.run(form.backend), want)
+
+
+def test_turns_are_for_large_calls_and_leave_processors_busy() -> None:
+    chunk, processors = 64 * (3 * 128 + 2 * 64 + 2 * 128) * 2 + 2 * 128 * 128 * 2, 132
+    for tokens, H, segments, number in ((8192, 96, 1, 2), (65536, 32, 4, 2), (8192, 16, 8, 1), (2048, 16, 1, 1)):
+        parts = chunks.turns(H, tokens // 64 * H * chunk, segments * H * 2, processors)
+        assert len(parts) == number
+        assert [head for part in parts for head in range(H)[part]] == list(range(H))
+    assert len(chunks.turns(64, 1 << 40, 1 << 20, processors)) == chunks.TURNS
+    assert chunks.turns(0, 0, 0, 1) == [slice(0, 0)]
+    assert len(chunks.turns(2, 1 << 40, 1 << 20, 1)) == 2
+
+
 # Segments
 
 

@@ -4,7 +4,8 @@ Forward: `prepare` makes a record of every chunk and head, all at once; `scan` c
 a sequence, one program a head (and slice of V), or, where those would leave processors idle, one for each of the
 segments it is cut into (`kernels.border`).  Backward: the same records and the states between chunks are made again,
 `reverse_scan` carries the state's gradient back, and `grads` turns what both left at every chunk into the gradients of
-the inputs, all at once.  The kernels are imported when they are first needed.
+the inputs, all at once; where what the scans leave is large, for some of the heads after the others (`turns`).  The
+kernels are imported when they are first needed.
 """
 
 import os
@@ -150,27 +151,34 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, do: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
-        from perilune.ops.kda.kernels.launch import at_borders, grads, prepare, reverse_scan, scan
+        from perilune.ops.kda.kernels.launch import at_borders, grads, prepare, reverse_scan, scan, turns_of
         from perilune.ops.kda.kernels.workspace import Flow
 
         q, k, v, z, beta, A_log, dt_bias, entering, maps, o = ctx.saved_tensors
         plan, chunks, gates, do = ctx.plan, ctx.chunks, (A_log, dt_bias), _laid_out(do)
-        flow = Flow.empty(chunks.number, q.shape[2], plan.chunk, q.shape[3], v.shape[3], plan.dtype, q.device)
-        records = prepare(q, k, z, beta, gates, plan, chunks)
-        scan(records, v, entering, plan, chunks, flow=flow)
-        leaving = dfinal.float().contiguous()
-        if chunks.split:
-            made = reverse_scan(records, do, None, plan, chunks)
-            leaving = at_borders(maps, made, leaving, chunks, reverse=True)
-        dinitial = reverse_scan(records, do, leaving, plan, chunks, flow)
-        if chunks.split:
-            dinitial = dinitial[chunks.firsts]
-        rows = records.strength, records.q_norm, records.k_norm
-        del records  # a third of the memory, as the gradients are about to take theirs
-        dinputs, dbias, drate = grads(q, k, v, z, beta, gates, o, do, *rows, flow, plan, chunks)
+        dinputs: tuple[Tensor, ...] = ()
+        parts = []
+        for heads in turns_of(v, q.shape[3], plan, chunks):
+            records = prepare(q, k, z, beta, gates, plan, chunks, heads)
+            flow = Flow.empty(*records.k_since.shape, v.shape[3], plan.dtype, q.device)
+            scan(records, v, entering[:, heads].contiguous(), plan, chunks, flow=flow, heads=heads)
+            leaving = dfinal[:, heads].float().contiguous()
+            if chunks.split:
+                made = reverse_scan(records, do, None, plan, chunks, heads=heads)
+                leaving = at_borders(maps[:, heads].contiguous(), made, leaving, chunks, reverse=True)
+            dinitial = reverse_scan(records, do, leaving, plan, chunks, flow, heads)
+            if chunks.split:
+                dinitial = dinitial[chunks.firsts]
+            rows = records.strength, records.q_norm, records.k_norm
+            del records  # a third of the memory, as the gradients are about to take theirs
+            dinputs = dinputs or tuple(torch.empty_like(x) for x in (q, k, v, z, beta))
+            summands = grads(q, k, v, z, beta, gates, o, do, *rows, flow, dinputs, plan, chunks, heads)
+            del flow
+            parts.append((dinitial, *summands))
+        dinitial, dbias, drate = (x[0] if len(x) == 1 else torch.cat(x, 1) for x in zip(*parts))
         dgates = (None, None)
         if A_log is not None and dt_bias is not None:
-            dgates = (drate.to(A_log.dtype), dbias.to(dt_bias.dtype))  # type: ignore[assignment]
+            dgates = (drate.sum((0, 2)).to(A_log.dtype), dbias.sum(0).to(dt_bias.dtype))  # type: ignore[assignment]
         return *dinputs, *dgates, dinitial.to(ctx.state_dtype), None, None
 
 

@@ -1,6 +1,7 @@
 """Where the chunks of a call begin and end, and the runs of them that one program carries a state through."""
 
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,10 @@ SHARED = 1 / 40  # of memory, for a program's chunk
 FIRST = 1.25  # of a program that passes a chunk for what its segment makes of a state
 BORDER = 3.0  # of a segment, to join it to the one before
 BEGIN = 20.0  # of the kernels that splitting adds
+
+LARGE = 1 << 28  # bytes that a backward pass keeps for all heads which are worth a turn
+TURNS = 4
+BUSY = 2 / 3  # of the processors, at least, in every turn
 
 
 class Chunks(NamedTuple):
@@ -68,6 +73,16 @@ def segment_length(counts: list[int], programs: int, processors: int) -> int:
         if time < least:
             best, least = length, time
     return best
+
+
+def turns(H: int, size: int, programs: int, processors: int) -> list[slice]:
+    """The heads that a backward pass works on at a time: as many turns as memory asks for and processors allow.
+
+    size: bytes of what it keeps for all H.  programs: of a scan over all of them, at their narrowest.
+    """
+    number = max(min(size // LARGE, TURNS, int(programs / (BUSY * processors)), H), 1)
+    edges = [H * i // number for i in range(number + 1)]
+    return [slice(*edge) for edge in pairwise(edges)]
 
 
 @lru_cache(maxsize=64)  # layers of a model share them, and steps where shapes stay

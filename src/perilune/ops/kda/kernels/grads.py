@@ -25,7 +25,7 @@ from perilune.ops.launcher import Launcher
 @triton.jit
 def value_grads_kernel(
     v, beta, o, do, strength, residuals, dz_, dv, dbeta, dpairs, down, along_q, along_k,
-    starts, lengths, H,
+    starts, lengths, H, stride,
     C: tl.constexpr, V: tl.constexpr, VW: tl.constexpr,
     NORM: tl.constexpr, BETA_LOGITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -56,15 +56,15 @@ def value_grads_kernel(
         U = R.to(tl.float32) * b[:, None]
         dZ = tl.load(dz_ + cv).to(tl.float32)
         dY = dZ * b[:, None]
-        dO = load_rows(do, start, length, head, H, value, C, VW, V)
+        dO = load_rows(do, start, length, head, stride, value, C, VW, V)
         db += tl.sum(dZ * R.to(tl.float32), 1)
         diagonal += tl.sum(dO.to(tl.float32) * U, 1)
         if NORM:
-            O = load_rows(o, start, length, head, H, value, C, VW, V).to(tl.float32)
+            O = load_rows(o, start, length, head, stride, value, C, VW, V).to(tl.float32)
             by_q += tl.sum(dO.to(tl.float32) * O, 1)
-            written = load_rows(v, start, length, head, H, value, C, VW, V).to(tl.float32) * b[:, None]
+            written = load_rows(v, start, length, head, stride, value, C, VW, V).to(tl.float32) * b[:, None]
             by_k += tl.sum(dZ * (2.0 * U - written), 1)
-        store_rows(dv, dY, start, length, head, H, value, C, VW, V)
+        store_rows(dv, dY, start, length, head, stride, value, C, VW, V)
         Uh = U.to(R.dtype)
         dYh = (-dY).to(R.dtype)
         tl.store(residuals + cv, Uh)
@@ -78,7 +78,7 @@ def value_grads_kernel(
     tl.store(down + record * C + rows, diagonal)
     tl.store(along_q + record * C + rows, by_q)
     tl.store(along_k + record * C + rows, by_k)
-    at = (start + rows).to(tl.int64) * H + head
+    at = (start + rows).to(tl.int64) * stride + head
     if BETA_LOGITS:
         db *= b * sigmoid(-tl.load(beta + at, mask=rows < length, other=0.0).to(tl.float32))
     tl.store(dbeta + at, db.to(dbeta.dtype.element_ty), mask=rows < length)
@@ -130,7 +130,7 @@ def key_grads_kernel(
     q_norm, k_norm, residuals, states, dz_, dstates, dpairs, down, along_q, along_k,
     dq, dk, dz, dbias, drate,
     starts, lengths,
-    scale, g_min, middle, H,
+    scale, g_min, middle, H, stride,
     C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, VW: tl.constexpr,
     GATE: tl.constexpr, NORM: tl.constexpr, FROM: tl.constexpr, TERMS: tl.constexpr,
     HALF: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
@@ -160,14 +160,14 @@ def key_grads_kernel(
         vk = record * K * V + values[:, None] * K + channels[None, :]
         cv = record * C * V + rows[:, None] * V + values[None, :]
         S = tl.load(states + vk)  # [VW, W]
-        dO = load_rows(do, start, length, head, H, value, C, VW, V).to(S.dtype)
+        dO = load_rows(do, start, length, head, stride, value, C, VW, V).to(S.dtype)
         rows_q = dot(dO, S, acc=rows_q, PRECISION=PRECISION)
         rows_k = dot(tl.load(dz_ + cv), S, acc=rows_k, PRECISION=PRECISION)
         dS = tl.load(dstates + vk)
         ends = dot(tl.load(residuals + cv), dS, acc=ends, PRECISION=PRECISION)
         passed += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
 
-    raw, rate, bias, g = load_decay(z, A_log, dt_bias, start, length, head, H, first, g_min, C, W, K, GATE)
+    raw, rate, bias, g = load_decay(z, A_log, dt_bias, start, length, head, stride, first, g_min, C, W, K, GATE)
     since = tl.exp2(sums(through(C, C), g, TERMS))
     rows_q *= since
     rows_k *= since
@@ -175,8 +175,8 @@ def key_grads_kernel(
     passed *= tl.exp2(tl.sum(g, 0))
     q_factor = tl.load(q_norm + record * C + rows)[:, None]
     k_factor = tl.load(k_norm + record * C + rows)[:, None]
-    Q = load_rows(q, start, length, head, H, first, C, W, K).to(tl.float32) * (q_factor * scale)
-    X = load_rows(k, start, length, head, H, first, C, W, K).to(tl.float32) * k_factor
+    Q = load_rows(q, start, length, head, stride, first, C, W, K).to(tl.float32) * (q_factor * scale)
+    X = load_rows(k, start, length, head, stride, first, C, W, K).to(tl.float32) * k_factor
     columns = tl.zeros([C, W], tl.float32)
     pairs = dpairs + 2 * record * C * C
     if FROM > 1:
@@ -198,7 +198,7 @@ def key_grads_kernel(
     earlier = sums(before(C), X * ends, TERMS)
     dg = tl.where(live, later + earlier + passed[None, :], 0.0)
     dlogit, by_rate = gate_backward(raw, rate, bias, g_min, dg, GATE)
-    store_rows(dz, dlogit, start, length, head, H, first, C, W, K)
+    store_rows(dz, dlogit, start, length, head, stride, first, C, W, K)
     if GATE != 0:
         tl.store(dbias + record * K + channels, tl.sum(dlogit, 0))
         tl.store(drate + record * parts + part, tl.sum(tl.sum(by_rate, 1), 0))
@@ -211,5 +211,5 @@ def key_grads_kernel(
         dK = (dK - X * tl.load(along_k + record * C + rows)[:, None]) * k_factor
     else:
         dQ *= scale
-    store_rows(dq, dQ, start, length, head, H, first, C, W, K)
-    store_rows(dk, dK, start, length, head, H, first, C, W, K)
+    store_rows(dq, dQ, start, length, head, stride, first, C, W, K)
+    store_rows(dk, dK, start, length, head, stride, first, C, W, K)

@@ -148,7 +148,7 @@ def key_grads_hopper_kernel(
     A_log, dt_bias, q_norm, k_norm, down, along_q, along_k,
     dq, dk, dz, dbias, drate,
     starts, lengths,
-    scale, g_min, middle, H,
+    scale, g_min, middle, H, stride,
     K: gl.constexpr, NORM: gl.constexpr,
 ):  # fmt: skip
     """As `key_grads_kernel`, with W = 64.
@@ -341,8 +341,8 @@ def key_grads_hopper_kernel(
 
     gl.thread_barrier()
     line = gl.arange(0, 64, gl.SliceLayout(1, LINES))[:, None]
-    at = line * (H * K) + gl.arange(0, W, gl.SliceLayout(0, LINES))[None, :]
-    corner = start * (H * K) + column
+    at = line * (stride * K) + gl.arange(0, W, gl.SliceLayout(0, LINES))[None, :]
+    corner = start * (stride * K) + column
     gl.store(dq + corner + at, queries.load(LINES).to(dq.dtype.element_ty), mask=line < length)
     gl.store(dk + corner + at, keys.load(LINES).to(dk.dtype.element_ty), mask=line < length)
     gl.store(dz + corner + at, logits.load(LINES).to(dz.dtype.element_ty), mask=line < length)

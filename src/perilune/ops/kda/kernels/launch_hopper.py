@@ -24,7 +24,7 @@ REVERSE = {  # by KEEP
     False: {"EARLY": 3, "LATE": 2, "TURNED": 0, "KEPT": 0},
 }
 KEY_GRADS = {"num_warps": 8, "maxnreg": 128}  # so that two programs fit a multiprocessor
-WIDTH = 64  # channels of such a program
+WIDTH = 64  # channels of such a program, and columns of V of a scan's
 WIDE = NVMMASharedLayout(128, 32)  # of float32 in shared memory
 
 Gates = tuple[Tensor | None, Tensor | None]  # A_log [H], dt_bias [H, K]
@@ -32,13 +32,13 @@ Gates = tuple[Tensor | None, Tensor | None]  # A_log [H], dt_bias [H, K]
 
 def prepare(
     q: Tensor, k: Tensor, z: Tensor, beta: Tensor, gates: Gates, matrices: tuple[Tensor, ...], plan: Plan,
-    chunks: Chunks,
+    chunks: Chunks, stride: int,
 ) -> None:  # fmt: skip
-    """Writes the records."""
+    """Writes the records.  stride: heads from token to token, of which q, k, z and beta have some or all."""
     H, K = q.shape[2:]
     prepare_hopper_kernel[(chunks.number * H,)](
-        *(laid_out(x, H * K, [plan.chunk, K]) for x in (q, k, z)),
-        beta, *gates, *matrices, chunks.starts, chunks.lengths, plan.scale, plan.g_min, plan.middle, H,
+        *(heads_laid_out(x, stride, [plan.chunk, K]) for x in (q, k, z)),
+        beta, *gates, *matrices, chunks.starts, chunks.lengths, plan.scale, plan.g_min, plan.middle, H, stride,
         K=K, NORM=plan.normalize, BETA_LOGITS=plan.beta_logits, num_warps=K // 16,
     )  # fmt: skip
 
@@ -49,14 +49,14 @@ def solve(pairs: Tensor, solve: Tensor, strength: Tensor) -> None:
 
 
 def scan(
-    records: Records, v: Tensor, chunks: Chunks, initial: Tensor | None, final: Tensor,
+    records: Records, v: Tensor, chunks: Chunks, initial: Tensor | None, final: Tensor, stride: int,
     o: Tensor | None = None, flow: Flow | None = None, maps: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Writes final, and o, the flow's residuals and states, or maps [segments, H, K, K]; initial None: zeros."""
     H, K, V = final.shape[1:]
     programs, groups = _programs(chunks, H, V if maps is None else V + K, v.device)
     scan_hopper_kernel[(programs,)](
-        laid_out(v, H * V, [64, 64]), *_laid_out_records(records), initial, final, maps, o,
+        heads_laid_out(v, stride, [64, 64]), *_laid_out_records(records), initial, final, maps, o,
         None if o is None else laid_out(o, H * V, [64, 64]),
         laid_out(flow.residuals, V, [64, 64]) if flow else None,
         laid_out(flow.states, K, [64, K]) if flow else None,
@@ -67,13 +67,14 @@ def scan(
 
 
 def reverse_scan(
-    records: Records, do: Tensor, chunks: Chunks, dfinal: Tensor | None, dinitial: Tensor, flow: Flow | None = None
-) -> None:
+    records: Records, do: Tensor, chunks: Chunks, dfinal: Tensor | None, dinitial: Tensor, stride: int,
+    flow: Flow | None = None,
+) -> None:  # fmt: skip
     """Writes dinitial, and the flow's dz and dstates; dfinal None: zeros."""
     H, K, V = dinitial.shape[1:]
     programs, groups = _programs(chunks, H, V, do.device)
     reverse_scan_hopper_kernel[(programs,)](
-        laid_out(do, H * V, [64, 64]), *_laid_out_records(records), dfinal, dinitial,
+        heads_laid_out(do, stride, [64, 64]), *_laid_out_records(records), dfinal, dinitial,
         laid_out(flow.dz, V, [64, 64]) if flow else None,
         laid_out(flow.dstates, K, [64, K]) if flow else None,
         chunks.starts, chunks.lengths, chunks.segments, H, V, chunks.number * H,
@@ -83,17 +84,17 @@ def reverse_scan(
 
 def key_grads(
     q: Tensor, k: Tensor, z: Tensor, do: Tensor, gates: Gates, rows: tuple[Tensor, ...], flow: Flow, dpairs: Tensor,
-    outputs: tuple[Tensor, ...], plan: Plan, chunks: Chunks,
+    outputs: tuple[Tensor, ...], plan: Plan, chunks: Chunks, stride: int,
 ) -> None:  # fmt: skip
     """rows: q_norm, k_norm, down, along_q, along_k.  Writes outputs: dq, dk, dz, dbias, drate."""
     H, K, V = *q.shape[2:], do.shape[3]
     key_grads_hopper_kernel[(chunks.number * H * (K // WIDTH),)](
-        *(laid_out(x, H * K, [64, WIDTH]) for x in (q, k.to(q.dtype), z)),
-        laid_out(do.to(plan.dtype), H * V, [64, V]),
+        *(heads_laid_out(x, stride, [64, WIDTH]) for x in (q, k.to(q.dtype), z)),
+        heads_laid_out(do.to(plan.dtype), stride, [64, V]),
         *(laid_out(x, V, [64, V]) for x in (flow.residuals, flow.dz)),
         *(laid_out(x, K, [V, WIDTH]) for x in (flow.states, flow.dstates)),
         laid_out(dpairs, 64, [128, 64]),
-        *gates, *rows, *outputs, chunks.starts, chunks.lengths, plan.scale, plan.g_min, plan.middle, H,
+        *gates, *rows, *outputs, chunks.starts, chunks.lengths, plan.scale, plan.g_min, plan.middle, H, stride,
         K=K, NORM=plan.normalize, **KEY_GRADS,
     )  # fmt: skip
 
@@ -105,11 +106,20 @@ class Rows(TensorDescriptor):
         pass
 
 
-def laid_out(x: Tensor, columns: int, block: list[int], count: int = 1) -> Rows:
-    """x, or `count` tensors like it one behind the other in memory, as rows of `columns` numbers, read in blocks."""
+def laid_out(x: Tensor, columns: int, block: list[int], count: int = 1, stride: int = 0) -> Rows:
+    """x, or `count` tensors like it one behind the other in memory, as rows of `columns` numbers, read in blocks.
+
+    stride: from row to row, if not as many.
+    """
     shape = [x.numel() // columns * count, columns]
     layout = VECTOR.value if block[0] == 1 else TILE.value if x.element_size() == 2 else WIDE
-    return Rows(x, shape, [columns, 1], block, layout)
+    return Rows(x, shape, [stride or columns, 1], block, layout)
+
+
+def heads_laid_out(x: Tensor, stride: int, block: list[int]) -> Rows:
+    """x [B, T, H, D], or H of the `stride` heads of such a tensor, as rows of tokens."""
+    H, D = x.shape[2:]
+    return laid_out(x, H * D, block, stride=(H if x.is_contiguous() else stride) * D)
 
 
 def _laid_out_records(records: Records) -> list[Rows]:

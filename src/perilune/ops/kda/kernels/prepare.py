@@ -11,10 +11,10 @@ from perilune.ops.launcher import Launcher
 
 
 @triton.jit
-def inverse_norm(x, start, length, head, H, C: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr):
+def inverse_norm(x, start, length, head, stride, C: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr):
     """[C]: one over the L2 norm of each row, or ones."""
     if NORM:
-        wide = load_rows(x, start, length, head, H, 0, C, K, K).to(tl.float32)
+        wide = load_rows(x, start, length, head, stride, 0, C, K, K).to(tl.float32)
         return tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)
     else:
         return tl.full([C], 1.0, tl.float32)
@@ -26,7 +26,7 @@ def prepare_kernel(
     q, k, z, beta, A_log, dt_bias,
     q_since, k_since, k_until, solve, pairs, retained, own, strength, q_norm, k_norm,
     starts, lengths,
-    scale, g_min, middle, H,
+    scale, g_min, middle, H, stride,
     C: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
     GATE: tl.constexpr, NORM: tl.constexpr, BETA_LOGITS: tl.constexpr, FROM: tl.constexpr, TERMS: tl.constexpr,
     HALF: tl.constexpr, PRECISION: tl.constexpr,
@@ -44,11 +44,11 @@ def prepare_kernel(
     record = (chunk * H + head).to(tl.int64)
     rows = tl.arange(0, C)
 
-    q_factor = inverse_norm(q, start, length, head, H, C, K, NORM)
-    k_factor = inverse_norm(k, start, length, head, H, C, K, NORM)
+    q_factor = inverse_norm(q, start, length, head, stride, C, K, NORM)
+    k_factor = inverse_norm(k, start, length, head, stride, C, K, NORM)
     tl.store(q_norm + record * C + rows, q_factor)
     tl.store(k_norm + record * C + rows, k_factor)
-    b = tl.load(beta + (start + rows).to(tl.int64) * H + head, mask=rows < length, other=0.0).to(tl.float32)
+    b = tl.load(beta + (start + rows).to(tl.int64) * stride + head, mask=rows < length, other=0.0).to(tl.float32)
     if BETA_LOGITS:
         b = tl.where(rows < length, sigmoid(b), 0.0)
     tl.store(strength + record * C + rows, b)
@@ -57,9 +57,9 @@ def prepare_kernel(
     A = tl.zeros([C, C], tl.float32)
     diagonal = tl.zeros([C], tl.float32)
     for first in range(0, K, W):
-        _, _, _, g = load_decay(z, A_log, dt_bias, start, length, head, H, first, g_min, C, W, K, GATE)
-        Q = load_rows(q, start, length, head, H, first, C, W, K).to(tl.float32) * (q_factor * scale)[:, None]
-        X = load_rows(k, start, length, head, H, first, C, W, K).to(tl.float32) * k_factor[:, None]
+        _, _, _, g = load_decay(z, A_log, dt_bias, start, length, head, stride, first, g_min, C, W, K, GATE)
+        Q = load_rows(q, start, length, head, stride, first, C, W, K).to(tl.float32) * (q_factor * scale)[:, None]
+        X = load_rows(k, start, length, head, stride, first, C, W, K).to(tl.float32) * k_factor[:, None]
         diagonal += tl.sum(Q * X, 1)
         channels = first + tl.arange(0, W)
         at = record * C * K + rows[:, None] * K + channels[None, :]

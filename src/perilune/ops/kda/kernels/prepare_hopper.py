@@ -91,7 +91,7 @@ def prepare_hopper_kernel(
     q, k, z, beta, A_log, dt_bias,
     q_since, k_since, k_until, solve, pairs, retained, own, strength, q_norm, k_norm,
     starts, lengths,
-    scale, g_min, middle, H,
+    scale, g_min, middle, H, stride,
     K: gl.constexpr, NORM: gl.constexpr, BETA_LOGITS: gl.constexpr,
 ):  # fmt: skip
     """As `prepare_kernel`; q, k, z: descriptors of [64, K] out of [tokens, H K].  K / 16 warps."""
@@ -136,7 +136,7 @@ def prepare_hopper_kernel(
     # The gate's logits as the exponents of 2 that its sigmoid needs; the rate not 0, which times infinity were NaN
     rate = gl.minimum(gl.exp(gl.load(A_log + head).to(gl.float32)) * -LOG2E, -1e-30)
     shift = (rate * gl.load(dt_bias + head * K + channel).to(gl.float32))[None, :][:, None, :]
-    b = gl.load(beta + start * H + head + line * H, mask=line < length, other=0.0).to(gl.float32)
+    b = gl.load(beta + start * stride + head + line * stride, mask=line < length, other=0.0).to(gl.float32)
 
     # What each row of 8 retains from their start, in log2
     mbarrier.wait(z_here, 0)

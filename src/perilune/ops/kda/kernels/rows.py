@@ -1,4 +1,8 @@
-"""The rows of a chunk of one head, to and from tensors over tokens, and what they retain."""
+"""The rows of a chunk of one head, to and from tensors over tokens, and what they retain.
+
+A kernel may work on some of the heads alone: then its tensors over tokens begin at the first of them, and `stride`
+counts all heads, from one token to the next.
+"""
 
 import triton
 import triton.language as tl
@@ -17,28 +21,28 @@ def slice_of_head(H, V, W: tl.constexpr):
 
 
 @triton.jit
-def load_rows(x, start, length, head, H, first, C: tl.constexpr, W: tl.constexpr, D: tl.constexpr):
-    """[C, W] as stored: columns first .. first + W of one head of x [tokens, H, D]; zeros from `length` on."""
+def load_rows(x, start, length, head, stride, first, C: tl.constexpr, W: tl.constexpr, D: tl.constexpr):
+    """[C, W] as stored: columns first .. first + W of one head of x [tokens, stride, D]; zeros from `length` on."""
     rows = tl.arange(0, C)
-    at = (start + rows).to(tl.int64)[:, None] * H * D + head * D + first + tl.arange(0, W)[None, :]
+    at = (start + rows).to(tl.int64)[:, None] * stride * D + head * D + first + tl.arange(0, W)[None, :]
     return tl.load(x + at, mask=(rows < length)[:, None], other=0.0)
 
 
 @triton.jit
-def store_rows(x, y, start, length, head, H, first, C: tl.constexpr, W: tl.constexpr, D: tl.constexpr):
+def store_rows(x, y, start, length, head, stride, first, C: tl.constexpr, W: tl.constexpr, D: tl.constexpr):
     """The reverse of `load_rows`."""
     rows = tl.arange(0, C)
-    at = (start + rows).to(tl.int64)[:, None] * H * D + head * D + first + tl.arange(0, W)[None, :]
+    at = (start + rows).to(tl.int64)[:, None] * stride * D + head * D + first + tl.arange(0, W)[None, :]
     tl.store(x + at, y.to(x.dtype.element_ty), mask=(rows < length)[:, None])
 
 
 @triton.jit
 def load_decay(
-    z, A_log, dt_bias, start, length, head, H, first, g_min,
+    z, A_log, dt_bias, start, length, head, stride, first, g_min,
     C: tl.constexpr, W: tl.constexpr, K: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
     """(logits, exp(A_log), bias, g): g [C, W] the log2 of what each row retains, 0 where there is none."""
-    raw = load_rows(z, start, length, head, H, first, C, W, K).to(tl.float32)
+    raw = load_rows(z, start, length, head, stride, first, C, W, K).to(tl.float32)
     if GATE == 0:
         rate = 1.0
         bias = tl.zeros([1, W], tl.float32)
