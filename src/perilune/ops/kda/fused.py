@@ -160,7 +160,8 @@ class _Fused(torch.autograd.Function):
         parts = []
         for heads in turns_of(v, q.shape[3], plan, chunks):
             records = prepare(q, k, z, beta, gates, plan, chunks, heads)
-            flow = Flow.empty(*records.k_since.shape, v.shape[3], plan.dtype, q.device)
+            n, H, C, K = records.k_since.shape
+            flow = Flow.empty(n, H, C, K, v.shape[3], plan.dtype, q.device)
             scan(records, v, entering[:, heads].contiguous(), plan, chunks, flow=flow, heads=heads)
             leaving = dfinal[:, heads].float().contiguous()
             if chunks.split:
