@@ -8,7 +8,7 @@ import pytest
 import test_kda_decode as steps
 import torch
 from gluon_threads import simulated
-from kda_cases import CASES, INTERPRETED, Form, all_same_bits, bf16, f16, f32, make, same_bits
+from kda_cases import CASES, INTERPRETED, Form, all_same_bits, bf16, error, f16, f32, make, same_bits
 
 from perilune.core.backends import never
 from perilune.ops.kda import api, decode
@@ -64,6 +64,19 @@ def test_heads_in_turns_give_the_same_bits(split: bool, monkeypatch: pytest.Monk
     want = call.run("gluon")
     monkeypatch.setattr(sys.modules[f"{KERNELS}.launch"], "turns", lambda H, *_: [slice(0, 2), slice(2, H)])
     assert all_same_bits(call.run("gluon"), want)
+
+
+def test_stretches_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = make(GLUON, [129, 65])
+    want = call.run("gluon")
+    monkeypatch.setattr(sys.modules[f"{KERNELS}.launch"], "kept", lambda *_: 1 << 31)
+    monkeypatch.setattr(sys.modules[f"{KERNELS}.chunks"], "LEAST", 1)
+    table = sys.modules[f"{KERNELS}.chunks"].chunks_of(1, 194, [0, 129, 194], 64, 1, call.do.device, 1 << 31)
+    assert len(table.parts) == 2
+    got = call.run("gluon")
+    sums = ("dA_log", "ddt_bias")  # over chunks, in another order where there are several documents
+    assert all_same_bits(*({name: y for name, y in x.items() if name not in sums} for x in (got, want)))
+    assert max(error(got[name], want[name]) for name in sums) < 1e-5
 
 
 @pytest.mark.parametrize("processors", [1, 100])  # then a program of the scans has half of V

@@ -260,6 +260,36 @@ def test_heads_in_turns_give_the_same_bits(form: Form, lengths: list[int], monke
     assert all_same_bits(call.run(form.backend), want)
 
 
+@on_each(FEW)
+def test_stretches_give_the_same_bits(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+    from perilune.ops.kda.kernels import launch
+
+    call = make(form, [70] if INTERPRETED else [300])
+    want = call.run(form.backend)
+    monkeypatch.setattr(launch, "kept", lambda *_: 1 << 31)
+    monkeypatch.setattr(chunks, "LEAST", 1)
+    assert all_same_bits(call.run(form.backend), want)
+
+
+def test_stretches_hold_every_chunk_once_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths, device = [640, 0, 63, 1000, 64], torch.device("cpu")
+    edges = (0, *accumulate(lengths))
+    monkeypatch.setattr(chunks, "LEAST", 1)
+    whole = chunks._chunks(edges, 64, 1, 1, device, 1 << 31)
+    assert len(whole.stretches) == 4
+    for n, length in enumerate(lengths):
+        found = []
+        for part in whole.stretches:
+            own = slice(*part.segments[n : n + 2].tolist())
+            found += zip(part.starts[own].tolist(), part.lengths[own].tolist())
+        assert found == [(edges[n] + i, min(64, length - i)) for i in range(0, length, 64)]
+    assert all(part.number == part.segments[-1] for part in whole.stretches)
+    monkeypatch.undo()
+    assert not chunks._chunks(edges, 64, 1, 1, device, 0).parts  # small
+    assert not chunks._chunks(edges, 64, 1, 1, device, 1 << 40).parts  # short
+    assert not chunks._chunks((0, 4096), 64, 1, 1 << 20, device, 1 << 40).parts  # in segments already
+
+
 def test_turns_are_for_large_calls_and_leave_processors_busy() -> None:
     chunk, processors = 64 * (3 * 128 + 2 * 64 + 2 * 128) * 2 + 2 * 128 * 128 * 2, 132
     for tokens, H, segments, number in ((8192, 96, 1, 2), (65536, 32, 4, 2), (8192, 16, 8, 1), (2048, 16, 1, 1)):

@@ -4,8 +4,8 @@ Forward: `prepare` makes a record of every chunk and head, all at once; `scan` c
 a sequence, one program a head (and slice of V), or, where those would leave processors idle, one for each of the
 segments it is cut into (`kernels.border`).  Backward: the same records and the states between chunks are made again,
 `reverse_scan` carries the state's gradient back, and `grads` turns what both left at every chunk into the gradients of
-the inputs, all at once; where what the scans leave is large, for some of the heads after the others (`turns`).  The
-kernels are imported when they are first needed.
+the inputs, all at once.  Where what the scans leave is large, both passes go along the sequences in a few stretches, or
+backward takes some of the heads after the others (`turns`).  The kernels are imported when they are first needed.
 """
 
 import os
@@ -52,14 +52,15 @@ def fused(
     hopper: with the kernels that `refuses_gluon` is about.
     """
     from perilune.ops.kda.kernels.chunks import chunks_of
-    from perilune.ops.kda.kernels.launch import programs
+    from perilune.ops.kda.kernels.launch import kept, programs
     from perilune.ops.kda.kernels.plan import Plan
 
     K, V = q.shape[3], v.shape[3]
     narrow = (served(K), served(V)) != (K, V)
     q, k, g, v = (*(_widened(x, served(K)) for x in (q, k, g)), _widened(v, served(V)))
     plan = Plan.of(q, scale, gate, normalize_qk, beta_logits, hopper)
-    chunks = chunks_of(q.shape[0], q.shape[1], cu, plan.chunk, programs(*v.shape[2:]), q.device)
+    size = kept(*q.shape[2:], v.shape[3], plan)
+    chunks = chunks_of(q.shape[0], q.shape[1], cu, plan.chunk, programs(*v.shape[2:]), q.device, size)
     if initial_state is None:
         sequences = len(chunks.sequences) - 1
         initial_state = q.new_zeros(sequences, *q.shape[2:], v.shape[3], dtype=torch.float32)
@@ -138,13 +139,16 @@ class _Fused(torch.autograd.Function):
         from perilune.ops.kda.kernels.launch import at_borders, prepare, scan, through_segments
 
         q, k, v, z, beta = (_laid_out(x) for x in (q, k, v, z, beta))
-        records = prepare(q, k, z, beta, (A_log, dt_bias), plan, chunks)
-        o, entering, maps = torch.empty_like(v), initial.float().contiguous(), None
-        if chunks.split:
-            made, maps = through_segments(records, v, plan, chunks)
-            entering = at_borders(maps, made, entering, chunks)
-        final = scan(records, v, entering, plan, chunks, o)
-        ctx.save_for_backward(q, k, v, z, beta, A_log, dt_bias, entering, maps, o)
+        o, states, maps = torch.empty_like(v), [initial.float().contiguous()], None
+        for part in chunks.stretches:
+            records = prepare(q, k, z, beta, (A_log, dt_bias), plan, part)
+            if chunks.split:
+                made, maps = through_segments(records, v, plan, part)
+                states = [at_borders(maps, made, states[0], part)]
+            states.append(scan(records, v, states[-1], plan, part, o))
+            del records
+        *entering, final = states
+        ctx.save_for_backward(q, k, v, z, beta, A_log, dt_bias, maps, o, *entering)
         ctx.plan, ctx.chunks, ctx.state_dtype = plan, chunks, initial.dtype
         return o, final[chunks.lasts] if chunks.split else final
 
@@ -154,33 +158,40 @@ class _Fused(torch.autograd.Function):
         from perilune.ops.kda.kernels.launch import at_borders, grads, prepare, reverse_scan, scan, turns_of
         from perilune.ops.kda.kernels.workspace import Flow
 
-        q, k, v, z, beta, A_log, dt_bias, entering, maps, o = ctx.saved_tensors
+        q, k, v, z, beta, A_log, dt_bias, maps, o, *states = ctx.saved_tensors
         plan, chunks, gates, do = ctx.plan, ctx.chunks, (A_log, dt_bias), _laid_out(do)
         dinputs: tuple[Tensor, ...] = ()
-        parts = []
-        for heads in turns_of(v, q.shape[3], plan, chunks):
-            records = prepare(q, k, z, beta, gates, plan, chunks, heads)
-            n, H, C, K = records.k_since.shape
-            flow = Flow.empty(n, H, C, K, v.shape[3], plan.dtype, q.device)
-            scan(records, v, entering[:, heads].contiguous(), plan, chunks, flow=flow, heads=heads)
-            leaving = dfinal[:, heads].float().contiguous()
-            if chunks.split:
-                made = reverse_scan(records, do, None, plan, chunks, heads=heads)
-                leaving = at_borders(maps[:, heads].contiguous(), made, leaving, chunks, reverse=True)
-            dinitial = reverse_scan(records, do, leaving, plan, chunks, flow, heads)
-            if chunks.split:
-                dinitial = dinitial[chunks.firsts]
-            rows = records.strength, records.q_norm, records.k_norm
-            del records  # a third of the memory, as the gradients are about to take theirs
-            dinputs = dinputs or tuple(torch.empty_like(x) for x in (q, k, v, z, beta))
-            summands = grads(q, k, v, z, beta, gates, o, do, *rows, flow, dinputs, plan, chunks, heads)
-            del flow
-            parts.append((dinitial, *summands))
-        dinitial, dbias, drate = (x[0] if len(x) == 1 else torch.cat(x, 1) for x in zip(*parts))
+        dstate, summands = dfinal.float(), []
+        for part, entering in zip(reversed(chunks.stretches), reversed(states)):
+            parts = []
+            for heads in turns_of(v, q.shape[3], plan, part):
+                records = prepare(q, k, z, beta, gates, plan, part, heads)
+                n, H, C, K = records.k_since.shape
+                flow = Flow.empty(n, H, C, K, v.shape[3], plan.dtype, q.device)
+                scan(records, v, entering[:, heads].contiguous(), plan, part, flow=flow, heads=heads)
+                leaving = dstate[:, heads].contiguous()
+                if chunks.split:
+                    made = reverse_scan(records, do, None, plan, part, heads=heads)
+                    leaving = at_borders(maps[:, heads].contiguous(), made, leaving, part, reverse=True)
+                leaving = reverse_scan(records, do, leaving, plan, part, flow, heads)
+                rows = records.strength, records.q_norm, records.k_norm
+                del records  # a third of the memory, as the gradients are about to take theirs
+                dinputs = dinputs or tuple(torch.empty_like(x) for x in (q, k, v, z, beta))
+                sums = grads(q, k, v, z, beta, gates, o, do, *rows, flow, dinputs, plan, part, heads)
+                parts.append((leaving, *sums))
+                del flow
+            dstate, *sums = (_joined(x, 1) for x in zip(*parts))
+            summands.append(sums)
+        dinitial = dstate[chunks.firsts] if chunks.split else dstate
+        dbias, drate = (_joined(x[::-1], 0) for x in zip(*summands))
         dgates = (None, None)
         if A_log is not None and dt_bias is not None:
             dgates = (drate.sum((0, 2)).to(A_log.dtype), dbias.sum(0).to(dt_bias.dtype))  # type: ignore[assignment]
         return *dinputs, *dgates, dinitial.to(ctx.state_dtype), None, None
+
+
+def _joined(tensors: tuple[Tensor, ...], dim: int) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 
 
 def _laid_out(x: Tensor) -> Tensor:

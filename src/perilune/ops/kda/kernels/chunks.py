@@ -15,8 +15,8 @@ FIRST = 1.25  # of a program that passes a chunk for what its segment makes of a
 BORDER = 3.0  # of a segment, to join it to the one before
 BEGIN = 20.0  # of the kernels that splitting adds
 
-LARGE = 1 << 28  # bytes that a backward pass keeps for all heads which are worth a turn
-TURNS = 4
+LARGE = 5 << 27  # bytes that a backward pass keeps which are worth a turn
+TURNS = 4  # along the sequences, for which the states in between are kept; and by heads
 BUSY = 2 / 3  # of the processors, at least, in every turn
 
 
@@ -34,19 +34,26 @@ class Chunks(NamedTuple):
     firsts: Tensor  # [N] int64, the first segment of each
     lasts: Tensor  # [N] int64
     split: bool  # whether any sequence has several segments
+    parts: tuple["Chunks", ...] = ()  # the same segments, a stretch of each after the other; none: all at once
+
+    @property
+    def stretches(self) -> tuple["Chunks", ...]:
+        return self.parts or (self,)
 
     @property
     def segment_count(self) -> int:
         return len(self.segments) - 1
 
 
-def chunks_of(B: int, T: int, cu: list[int] | None, C: int, programs: int, device: torch.device) -> Chunks:
+def chunks_of(
+    B: int, T: int, cu: list[int] | None, C: int, programs: int, device: torch.device, size: int = 0
+) -> Chunks:
     """The chunks of B rows of T tokens laid end to end, or of the documents of one row.
 
-    programs: how many work on a sequence side by side.
+    programs: how many work on a sequence side by side.  size: bytes that a backward pass keeps for a chunk.
     """
     edges = tuple(cu) if cu is not None else tuple(b * T for b in range(B + 1))
-    return _chunks(edges, C, programs, processors(device), device)
+    return _chunks(edges, C, programs, processors(device), device, size)
 
 
 @lru_cache
@@ -86,7 +93,9 @@ def turns(H: int, size: int, programs: int, processors: int) -> list[slice]:
 
 
 @lru_cache(maxsize=64)  # layers of a model share them, and steps where shapes stay
-def _chunks(edges: tuple[int, ...], C: int, programs: int, processors: int, device: torch.device) -> Chunks:
+def _chunks(
+    edges: tuple[int, ...], C: int, programs: int, processors: int, device: torch.device, size: int = 0
+) -> Chunks:
     first, lengths = torch.tensor(edges)[:-1], torch.tensor(edges).diff()
     counts = (lengths + C - 1) // C
     within = C * _ranks(counts)
@@ -98,8 +107,20 @@ def _chunks(edges: tuple[int, ...], C: int, programs: int, processors: int, devi
     segments = _sums(counts)[:-1].repeat_interleave(parts) + length * _ranks(parts)
     segments = torch.cat((segments, counts.sum()[None]))
     sequences = _sums(parts)
-    tables = (starts, sizes.int(), segments.int(), sequences.int(), sequences[:-1], sequences[1:] - 1)
-    return Chunks._make((len(starts), *(x.to(device) for x in tables), len(segments) - 1 > len(counts)))
+    split = len(segments) - 1 > len(counts)
+
+    def tabled(starts: Tensor, sizes: Tensor, segments: Tensor, parts: tuple[Chunks, ...] = ()) -> Chunks:
+        tables = (starts, sizes.int(), segments.int(), sequences.int(), sequences[:-1], sequences[1:] - 1)
+        return Chunks._make((len(starts), *(x.to(device) for x in tables), split, parts))
+
+    n, runs = len(starts), segments.diff()
+    number = 1 if split else min(size * n // LARGE, TURNS, n // (LEAST * max(len(runs), 1)))
+    parts = []
+    for part in range(number if number > 1 else 0):
+        begin, end = runs * part // number, runs * (part + 1) // number
+        own = (segments[:-1] + begin).repeat_interleave(end - begin) + _ranks(end - begin)
+        parts.append(tabled(starts[own], sizes[own], _sums(end - begin)))
+    return tabled(starts, sizes, segments, tuple(parts))
 
 
 def _sums(counts: Tensor) -> Tensor:

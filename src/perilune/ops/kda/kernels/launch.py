@@ -131,11 +131,16 @@ def through_segments(records: Records, v: Tensor, plan: Plan, chunks: Chunks) ->
     return scan(records, v, made.zero_(), plan, chunks), scan(records, None, one, plan, chunks)
 
 
+def kept(H: int, K: int, V: int, plan: Plan) -> int:
+    """Bytes of a chunk's records and flow."""
+    C = plan.chunk
+    return H * (3 * C * K + 2 * C * C + 2 * C * V + 2 * K * V) * plan.dtype.itemsize
+
+
 def turns_of(v: Tensor, K: int, plan: Plan, chunks: Chunks) -> list[slice]:
-    """The heads of each turn of a backward pass."""
-    H, V, C = *v.shape[2:], plan.chunk
-    kept = 3 * C * K + 2 * C * C + 2 * C * V + 2 * K * V  # records and flow, of a chunk and head
-    size = chunks.number * H * kept * plan.dtype.itemsize
+    """The heads of each turn of a backward pass over a stretch of the sequences."""
+    H, V = v.shape[2:]
+    size = chunks.number * kept(H, K, V, plan)
     narrowest = launch_hopper.WIDTH if plan.hopper else min(SCAN["W"], V)
     return turns(H, size, chunks.segment_count * H * (V // narrowest), processors(v.device))
 
