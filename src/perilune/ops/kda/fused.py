@@ -59,7 +59,7 @@ def fused(
     narrow = (served(K), served(V)) != (K, V)
     q, k, g, v = (*(_widened(x, served(K)) for x in (q, k, g)), _widened(v, served(V)))
     plan = Plan.of(q, scale, gate, normalize_qk, beta_logits, hopper)
-    size = kept(*q.shape[2:], v.shape[3], plan)
+    size = kept(q.shape[2], q.shape[3], v.shape[3], plan)
     chunks = chunks_of(q.shape[0], q.shape[1], cu, plan.chunk, programs(*v.shape[2:]), q.device, size)
     if initial_state is None:
         sequences = len(chunks.sequences) - 1
@@ -180,8 +180,8 @@ class _Fused(torch.autograd.Function):
                 sums = grads(q, k, v, z, beta, gates, o, do, *rows, flow, dinputs, plan, part, heads)
                 parts.append((leaving, *sums))
                 del flow
-            dstate, *sums = (_joined(x, 1) for x in zip(*parts))
-            summands.append(sums)
+            dstate, *joined = (_joined(x, 1) for x in zip(*parts))
+            summands.append(joined)
         dinitial = dstate[chunks.firsts] if chunks.split else dstate
         dbias, drate = (_joined(x[::-1], 0) for x in zip(*summands))
         dgates = (None, None)

@@ -115,12 +115,12 @@ def _chunks(
 
     n, runs = len(starts), segments.diff()
     number = 1 if split else min(size * n // LARGE, TURNS, n // (LEAST * max(len(runs), 1)))
-    parts = []
+    stretches = []
     for part in range(number if number > 1 else 0):
         begin, end = runs * part // number, runs * (part + 1) // number
         own = (segments[:-1] + begin).repeat_interleave(end - begin) + _ranks(end - begin)
-        parts.append(tabled(starts[own], sizes[own], _sums(end - begin)))
-    return tabled(starts, sizes, segments, tuple(parts))
+        stretches.append(tabled(starts[own], sizes[own], _sums(end - begin)))
+    return tabled(starts, sizes, segments, tuple(stretches))
 
 
 def _sums(counts: Tensor) -> Tensor:
