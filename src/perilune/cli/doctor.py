@@ -107,7 +107,16 @@ def _grouped_experts(device: "torch.device") -> tuple[tuple[Any, ...], dict[str,
     return (x, w, w, w, torch.zeros(1, 1, dtype=torch.int64, device=device), torch.ones(1, 1, device=device)), {}
 
 
+def _attn_res(device: "torch.device") -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A few tokens and two sources in bf16."""
+    import torch
+
+    x = torch.zeros(4, 128, dtype=torch.bfloat16, device=device)
+    return (x[0], [x, x], x[0], 1e-5, None, 1e-5), {}
+
+
 USUAL: "dict[str, Callable[[torch.device], tuple[tuple[Any, ...], dict[str, Any]]]]" = {
+    "attn_res": _attn_res,
     "kda": _kda,
     "kda_decode": _kda_decode,
     "grouped_experts": _grouped_experts,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from perilune.nn.norm import RMSNorm
-from perilune.ops import attn_res
+from perilune.ops import attn_res, share_gradient
 
 
 class BlockAttnRes(nn.Module):
@@ -61,7 +61,7 @@ class DepthStream:
         """The next sublayer's input."""
         h = self.mixed(mixer)
         if self.period is not None and self._reads % self.period == 0:
-            self.bank.append(self.live)
+            self.bank.append(share_gradient(self.live))  # every later mixer reads it
             self._live = None
         self._reads += 1
         return h

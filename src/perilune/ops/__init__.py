@@ -1,6 +1,6 @@
 """Pure functions on tensors, a folder each: a plain reference, the fast path, and the public call."""
 
-from perilune.ops.attn_res import attn_res, attn_res_bank, attn_res_merge
+from perilune.ops.attn_res import attn_res, attn_res_advance, attn_res_bank, attn_res_merge, share_gradient
 from perilune.ops.cross_entropy import linear_cross_entropy
 from perilune.ops.grouped_experts import grouped_experts
 from perilune.ops.kda import (
@@ -24,6 +24,7 @@ __all__ = [
     "KdaWeights",
     "SoftplusGate",
     "attn_res",
+    "attn_res_advance",
     "attn_res_bank",
     "attn_res_merge",
     "grouped_experts",
@@ -34,6 +35,7 @@ __all__ = [
     "kda_step",
     "linear_cross_entropy",
     "quantile_bias",
+    "share_gradient",
     "short_conv",
     "short_conv_context_parallel",
     "situ_glu",

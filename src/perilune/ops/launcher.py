@@ -53,11 +53,14 @@ def observed() -> bool:
 
 
 def kind(x: Any) -> Any:
-    """What a form depends on: a tensor's dtype and alignment, what Triton sees of an integer, a descriptor's tiles."""
+    """What a form depends on: a tensor's dtype and alignment, what Triton sees of an integer, a descriptor's tiles, and
+    all of a tuple's items."""
     if isinstance(x, Tensor):
         return x.dtype, x.data_ptr() % 16 == 0
     if isinstance(x, int):
         return type(x), x == 1, x % 16 == 0, -(1 << 31) <= x < 1 << 31
     if x is None or isinstance(x, float):
         return type(x)
+    if isinstance(x, tuple):
+        return tuple(map(kind, x))
     return type(x), x.base.dtype, tuple(x.block_shape), getattr(x, "layout", None)

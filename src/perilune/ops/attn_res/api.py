@@ -5,17 +5,25 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from perilune.core.backends import Backends
-from perilune.ops.attn_res import chunked, reference
+from perilune.ops.attn_res import chunked, fused, reference
 from perilune.ops.attn_res.checks import check_sources, check_vector
 from perilune.ops.autocast import without_autocast
 
-BACKENDS = Backends("attn_res")
+BACKENDS = Backends("attn_res")  # best first
+BACKENDS.register("triton", fused.attn_res_fused, fused.refuses)
 BACKENDS.register("chunked", chunked.attn_res)
 BACKENDS.register("reference", reference.attn_res)
 
 
 def attn_res(
-    query: Tensor, sources: Sequence[Tensor], key_weight: Tensor, *, eps: float = 1e-5, backend: str = "auto"
+    query: Tensor,
+    sources: Sequence[Tensor],
+    key_weight: Tensor,
+    *,
+    eps: float = 1e-5,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-5,
+    backend: str = "auto",
 ) -> Tensor:
     """A per-token mixture of the sources, weighted by how well each answers one learned query.
 
@@ -27,12 +35,18 @@ def attn_res(
 
     query, key_weight: [D], the mixer's pseudo-query and its RMSNorm weight.  sources: one or more tensors [..., D] of
     one shape and floating dtype.  eps: that of the norm, in the units of v^2.
+    norm_weight: [D], if what is wanted is the mixture's RMSNorm, h rsqrt(mean h^2 + norm_eps) norm_weight.
     Returns [..., D] in the dtype of the sources; scores, softmax and sum are float32 (float64 for float64).
-    The backward pass keeps the sources themselves, not copies.
-    Raises ShapeError where the tensors do not fit.
+    The backward pass keeps the sources themselves, not copies; for sources with many readers see `share_gradient`.
+
+    backend: "auto", "triton" (on a GPU), "chunked" or "reference".
+    Raises ShapeError where the tensors do not fit, BackendError for a backend that cannot serve the call.
     """
     check_sources(sources)
     check_vector("query", query, sources[0])
     check_vector("key_weight", key_weight, sources[0])
+    if norm_weight is not None:
+        check_vector("norm_weight", norm_weight, sources[0])
     with without_autocast(sources[0]):
-        return BACKENDS.pick(backend, query, sources, key_weight, eps)(query, sources, key_weight, eps)
+        arguments = (query, sources, key_weight, eps, norm_weight, norm_eps)
+        return BACKENDS.pick(backend, *arguments)(*arguments)

@@ -11,15 +11,24 @@ import torch
 from torch import Tensor
 
 from perilune.ops.attn_res import reference
+from perilune.ops.attn_res.shared import places_of, sums_of
 from perilune.ops.autocast import without_autocast
 from perilune.ops.blocks import as_rows, only_few, row_blocks
 from perilune.ops.first_order import first_order
 
 
-def attn_res(query: Tensor, sources: Sequence[Tensor], key_weight: Tensor, eps: float) -> Tensor:
+def attn_res(
+    query: Tensor,
+    sources: Sequence[Tensor],
+    key_weight: Tensor,
+    eps: float,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+) -> Tensor:
     if only_few(sources[0]):
-        return reference.attn_res(query, sources, key_weight, eps)
-    return AttnRes.apply(query, key_weight, eps, *sources)
+        return reference.attn_res(query, sources, key_weight, eps, norm_weight, norm_eps)
+    h = AttnRes.apply(query, key_weight, eps, *sources)
+    return reference.normalized(h, norm_weight, norm_eps).to(h.dtype)
 
 
 class AttnRes(torch.autograd.Function):
@@ -43,6 +52,7 @@ class AttnRes(torch.autograd.Function):
                 mixed.addcmul_(v, a_i.unsqueeze(-1))
             as_rows(out)[first:last] = mixed
         ctx.save_for_backward(query, key_weight, score, inverse_rms, *sources)
+        ctx.sums = sums_of(sources)
         return out
 
     @staticmethod
@@ -59,7 +69,7 @@ class AttnRes(torch.autograd.Function):
         rows = [as_rows(source) for source in sources]
         D = w.shape[0]
         dout = as_rows(dout)
-        dsources = [torch.empty(v.shape, dtype=v.dtype, device=v.device) for v in sources]
+        places, adds, dsources = places_of(sources, ctx.sums, ctx.needs_input_grad[3:])
         dw = torch.zeros_like(w)
         for first, last in row_blocks(rows[0]):
             block = [v[first:last].to(compute) for v in rows]
@@ -73,8 +83,10 @@ class AttnRes(torch.autograd.Function):
             for i, v in enumerate(block):
                 with without_autocast(v):
                     dw += along_w[i] @ v
-                dv = (d * a[i].unsqueeze(-1)).addr_(along_w[i], w).addcmul_(v, along_v[i].unsqueeze(-1))
-                as_rows(dsources[i])[first:last] = dv
+                if (place := places[i]) is not None:
+                    dv = (d * a[i].unsqueeze(-1)).addr_(along_w[i], w).addcmul_(v, along_v[i].unsqueeze(-1))
+                    place = as_rows(place)[first:last]
+                    place.copy_(dv.add_(place) if adds[i] else dv)
         dquery = (dw * key_weight.to(compute)).to(query.dtype)
         dkey_weight = (dw * query.to(compute)).to(key_weight.dtype)
         return dquery, dkey_weight, None, *dsources

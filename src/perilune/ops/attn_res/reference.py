@@ -6,10 +6,26 @@ import torch
 from torch import Tensor
 
 
-def attn_res(query: Tensor, sources: Sequence[Tensor], key_weight: Tensor, eps: float) -> Tensor:
+def attn_res(
+    query: Tensor,
+    sources: Sequence[Tensor],
+    key_weight: Tensor,
+    eps: float,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+) -> Tensor:
     """softmax over sources of <query * key_weight, source / rms(source)>, applied to the raw sources."""
     v = stacked(sources)
-    return (weights(query, v, key_weight, eps).unsqueeze(-1) * v).sum(0).to(sources[0].dtype)
+    h = (weights(query, v, key_weight, eps).unsqueeze(-1) * v).sum(0)
+    return normalized(h, norm_weight, norm_eps).to(sources[0].dtype)
+
+
+def normalized(h: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """h / rms(h) * weight, in at least float32; h itself without a weight."""
+    if weight is None:
+        return h
+    h = h.to(torch.promote_types(h.dtype, torch.float32))
+    return h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps) * weight.to(h.dtype)
 
 
 def weights(query: Tensor, v: Tensor, key_weight: Tensor, eps: float) -> Tensor:

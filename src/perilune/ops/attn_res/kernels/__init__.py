@@ -1,0 +1,1 @@
+"""What attention residuals run on a GPU."""
