@@ -15,6 +15,7 @@ MODULES = (
     "kda.decode",
     "short_conv.api",
     "attn_res.api",
+    "attn_res.two_phase",
     "situ_glu.api",
     "grouped_experts.api",
     "quantile_bias.api",
@@ -115,8 +116,32 @@ def _attn_res(device: "torch.device") -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (x[0], [x, x], x[0], 1e-5, None, 1e-5), {}
 
 
+def _attn_res_bank(device: "torch.device") -> tuple[tuple[Any, ...], dict[str, Any]]:
+    query, sources, *_ = _attn_res(device)[0]
+    return (query[None], sources, query[None]), {"eps": 1e-5}
+
+
+def _attn_res_merge(device: "torch.device") -> tuple[tuple[Any, ...], dict[str, Any]]:
+    query, (x, _), *_ = _attn_res(device)[0]
+    o = x.float()
+    options = {"eps": 1e-5, "update": x, "norm_weight": query, "norm_eps": 1e-5}
+    return (o[:, 0], o[:, 0], o, query, x, query), options
+
+
+def _grouped_experts(device: "torch.device") -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A token through one of two experts, in bf16."""
+    import torch
+
+    w = torch.zeros(2, 128, 128, dtype=torch.bfloat16, device=device)
+    ids = torch.zeros(1, 1, dtype=torch.long, device=device)
+    return (w[0, :1], w, w, w, ids, ids.float()), {}
+
+
 USUAL: "dict[str, Callable[[torch.device], tuple[tuple[Any, ...], dict[str, Any]]]]" = {
     "attn_res": _attn_res,
+    "attn_res_bank": _attn_res_bank,
+    "attn_res_merge": _attn_res_merge,
+    "grouped_experts": _grouped_experts,
     "kda": _kda,
     "kda_decode": _kda_decode,
     "grouped_experts": _grouped_experts,
