@@ -26,7 +26,7 @@ EPS = 1e-5
 
 def report(what: str, call: Callable[[], object], bytes_moved: float) -> None:
     ms, floor = Meter().median_ms(call), bytes_moved / BYTES_PER_MS
-    Console().print(f"{what:56} {ms:8.3f} ms, floor {floor:6.3f}, ratio {ms / floor:5.2f}")
+    Console().print(f"{what:56} {ms:8.3f} ms, floor {floor:6.3f}, ratio {ms / floor:5.2f}", soft_wrap=True)
 
 
 def passes(shape: Shape) -> None:
