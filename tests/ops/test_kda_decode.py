@@ -251,6 +251,28 @@ def test_rejected_drafts_leave_no_trace(backend: str, dtype: torch.dtype, K: int
 
 
 @on_each_backend
+def test_padding_beside_drafts(backend: str) -> None:
+    """Sequences of which each accepts another number, with padding among them: to the bit as if each were alone."""
+    H, K, V = 1, 5, 9
+    weights, pool = make_weights(H, K, V), make_pool(5, H, K, V, drafts=3)
+    slots, accepted = slots_of(4, -1, 0, -2, 1), slots_of(2, 1, 0, 3, 3)
+    before, alone = copy_of(pool), copy_of(pool)
+    drafted, following = make_inputs(5, 3, H, K, V), make_inputs(5, 2, H, K, V)
+    kda_decode(*drafted, pool, slots, weights, draft=True, backend=backend)
+    o = kda_decode(*following, pool, slots, weights, accepted=accepted, backend=backend)
+    assert (o[[1, 3]] == 0).all()
+    for n in (0, 2, 4):
+        single = [x[n : n + 1] for x in drafted]
+        kda_decode(*single, alone, slots[n : n + 1], weights, draft=True, backend=backend)
+        single = [x[n : n + 1] for x in following]
+        options = {"accepted": accepted[n : n + 1], "backend": backend}
+        assert same_bits(o[n : n + 1], kda_decode(*single, alone, slots[n : n + 1], weights, **options))
+    for field in fields(pool):
+        assert same_bits(getattr(pool, field.name), getattr(alone, field.name))
+        assert same_bits(getattr(pool, field.name)[[2, 3]], getattr(before, field.name)[[2, 3]])
+
+
+@on_each_backend
 def test_tokens_may_lie_anywhere(backend: str) -> None:
     """In one projection's output, with what must not be read around them; all at once or one by one."""
     N, T, H, K, V = 2, 2, 1, 6, 10

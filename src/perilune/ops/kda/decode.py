@@ -19,13 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
 
 from perilune.core.backends import Backends
 from perilune.core.errors import ShapeError
 from perilune.ops.autocast import without_autocast
 from perilune.ops.hopper import not_hopper
-from perilune.ops.kda.api import kda_step
+from perilune.ops.kda.api import L2_EPS
 from perilune.ops.kda.fused import INTERPRETED, TRITON
 from perilune.ops.kda.gate import BoundedGate, Gate
 
@@ -160,39 +159,59 @@ def reference(
     draft: bool,
     accepted: Tensor | None,
 ) -> Tensor:
-    """One sequence after another, one token after another, by `kda_step`."""
-    N, T = qkv.shape[:2]
-    _, H, K, V = pool.state.shape
-    dtype = pool.state.dtype
-    taps = weights.conv.flatten(1).T.to(dtype)  # [W, H*(2K+V)]
-    W = len(taps)
-    o = out_gate.new_zeros(N, T, H, V)
-    for n, (slot, replayed) in enumerate(zip(slots.tolist(), [0] * N if accepted is None else accepted.tolist())):
-        if slot < 0:
-            continue
-        rows = torch.cat([pool.window[slot], pool.draft_qkv[slot, :replayed], qkv[n]])  # [W-1 + replayed + T, ...]
-        logits = torch.cat([pool.draft_z[slot, :replayed], z[n]]).to(dtype)
-        strengths = torch.cat([pool.draft_beta[slot, :replayed], beta[n]]).to(dtype)
-        states = [pool.state[slot : slot + 1]]
-        for c in range(replayed + T):
-            u = silu((rows[c : c + W].to(dtype) * taps).sum(0))
-            q, k, v = (x.view(1, H, -1) for x in u.split((H * K, H * K, H * V)))
-            read, state = kda_step(
-                q, k, v, logits[c : c + 1], strengths[c : c + 1], states[-1],
-                scale=weights.scale, gate=weights.gate, normalize_qk=True, beta_logits=True,
-            )  # fmt: skip
-            states.append(state)
-            if c >= replayed:
-                normal = read[0] * torch.rsqrt(read[0].square().mean(-1, keepdim=True) + weights.norm_eps)
-                t = c - replayed
-                o[n, t] = normal * weights.norm.to(dtype) * out_gate[n, t].to(dtype).sigmoid()
-        kept = replayed if draft else replayed + T
-        pool.state[slot] = states[kept][0]
-        pool.window[slot] = rows[kept : kept + W - 1]
-        if draft:
-            for drafts, new in ((pool.draft_qkv, qkv), (pool.draft_z, z), (pool.draft_beta, beta)):
-                drafts[slot, :T] = new[n]
+    """One token after another, of all sequences at once; the accepted drafts before the new tokens."""
+    padding = slots < 0
+    if bool(padding.any()):
+        held = ~padding
+        o = out_gate.new_zeros(out_gate.shape)
+        accepted = None if accepted is None else accepted[held]
+        o[held] = reference(qkv[held], z[held], beta[held], out_gate[held], pool, slots[held], weights, draft, accepted)
+        return o
+    if accepted is not None:
+        for d in range(pool.draft_qkv.shape[1]):
+            right = slots[accepted > d]
+            drafted = pool.draft_qkv[right, d], pool.draft_z[right, d], pool.draft_beta[right, d]
+            state = pool.state[right]
+            _, pool.window[right] = _token(*drafted, state, pool.window[right], weights)
+            pool.state[right] = state
+    state, window = pool.state.index_select(0, slots), pool.window.index_select(0, slots)
+    o = out_gate.new_empty(out_gate.shape)
+    for t in range(qkv.shape[1]):
+        read, window = _token(qkv[:, t], z[:, t], beta[:, t], state, window, weights)
+        normal = read * torch.rsqrt(read.square().mean(-1, keepdim=True) + weights.norm_eps)
+        o[:, t] = normal * weights.norm.to(read.dtype) * _sigmoid(out_gate[:, t].to(read.dtype))
+    if draft:
+        for drafts, new in ((pool.draft_qkv, qkv), (pool.draft_z, z), (pool.draft_beta, beta)):
+            drafts[slots, : qkv.shape[1]] = new
+    else:
+        pool.state[slots], pool.window[slots] = state, window
     return o
+
+
+def _token(
+    qkv: Tensor, z: Tensor, beta: Tensor, state: Tensor, window: Tensor, weights: KdaWeights
+) -> tuple[Tensor, Tensor]:
+    """One token of each sequence, tensors as in `kda_decode` without T: what it reads [N, H, V], and the next window.
+
+    `state` is written over: on a CPU, a new one for every term costs more than the arithmetic.
+    """
+    (_, H, K, V), dtype = state.shape, state.dtype
+    rows = torch.cat([window, qkv[:, None]], 1)  # [N, W, H*(2K+V)]
+    u = (rows.to(dtype) * weights.conv.flatten(1).T.to(dtype)).sum(1)
+    q, k, v = (x.unflatten(1, (H, -1)) for x in (u * _sigmoid(u)).split((H * K, H * K, H * V), 1))
+    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS) for x in (q, k))
+    state.mul_(weights.gate(z.to(dtype)).exp()[..., None])
+    error = v - (k[..., None, :] @ state)[..., 0, :]
+    state.addcmul_(k[..., None], (_sigmoid(beta.to(dtype))[..., None] * error)[..., None, :])
+    return (K**-0.5 if weights.scale is None else weights.scale) * (q[..., None, :] @ state)[..., 0, :], rows[:, 1:]
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    """On a CPU `torch.sigmoid` rounds the last few elements of a tensor, which fill no vector, unlike the others.
+
+    With it a sequence's bits would depend on how many others there are.
+    """
+    return 1 / (1 + (-x).exp())
 
 
 @torch.compiler.disable  # as in `fused`
