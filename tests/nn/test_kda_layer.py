@@ -1,5 +1,6 @@
 """The KDA layer against its equations written out in float64, and everything that a cache or a pack must not change."""
 
+import copy
 import math
 from itertools import pairwise
 
@@ -7,17 +8,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import perilune.nn.kda
 from perilune.core.errors import ConfigError, ShapeError
-from perilune.nn import KimiDeltaAttention, initialize_
+from perilune.nn import KimiDeltaAttention, RecurrentCache, initialize_
 
 D, H, K = 20, 3, 8
 KINDS = [(g_min, full_rank) for g_min in (-5.0, None) for full_rank in (True, False)]
 FLOAT32 = ("A_log", "dt_bias", "q_conv1d.weight", "k_conv1d.weight", "v_conv1d.weight", "o_norm.weight")
 
 
-def layer(g_min=-5.0, full_rank_gate=True, dtype=torch.float64):
+def layer(g_min=-5.0, full_rank_gate=True, dtype=torch.float64, **options):
     """A layer whose every parameter matters: nothing is left at zero or one."""
-    made = KimiDeltaAttention(D, H, K, g_min=g_min, full_rank_gate=full_rank_gate)
+    made = KimiDeltaAttention(D, H, K, g_min=g_min, full_rank_gate=full_rank_gate, **options)
     for name, p in made.named_parameters():
         torch.nn.init.normal_(p, 1.0 if name == "o_norm.weight" else 0.0, 0.3)
     torch.nn.init.normal_(made.dt_bias, -2.0)
@@ -176,6 +178,204 @@ def test_packed_decoding_moves_each_sequence_by_its_own_number_of_tokens():
         assert cache.lengths == done == [13, 22, 15]
         for i in range(3):
             assert_close({"y": torch.cat(outputs[i])}, {"y": m(x[i : i + 1, : done[i]])[0]})
+
+
+# One token a sequence goes through the fused step; where gradients are on, through the operations that it fuses.
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """The fused steps taken, each as the number of its sequences."""
+    taken, decode = [], perilune.nn.kda.kda_decode
+
+    def counted(qkv, *args, **options):
+        taken.append(len(qkv))
+        return decode(qkv, *args, **options)
+
+    monkeypatch.setattr(perilune.nn.kda, "kda_decode", counted)
+    return taken
+
+
+def both_ways(m, x, prompt, cu_seqlens=None):
+    """Prompts in two pieces, then token by token: the outputs of the last tokens and the cache, fused and not."""
+    results = []
+    for gradients in (False, True):
+        cache = m.new_cache(len(x))
+        with torch.no_grad():
+            m(x[:, : prompt // 2], cache=cache)
+            m(x[:, prompt // 2 : prompt], cache=cache)
+        with torch.set_grad_enabled(gradients):
+            tokens = [x[:, t : t + 1] for t in range(prompt, x.shape[1])]
+            if cu_seqlens is not None:
+                tokens = [token.transpose(0, 1) for token in tokens]  # [1, N, D]
+            y = torch.stack([m(token, cache=cache, cu_seqlens=cu_seqlens) for token in tokens])
+        results.append({"y": y.detach(), "state": cache.state.detach(), "conv": cache.conv.detach()})
+        assert cache.lengths == [x.shape[1]] * len(x)
+    return results
+
+
+@pytest.mark.parametrize(("g_min", "full_rank"), KINDS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_a_fused_step_is_the_operations(steps, g_min, full_rank, dtype, tolerance):
+    """An eps that weighs as much as what it is added to, so that norm, gate and scale must be the layer's own."""
+    m = layer(g_min, full_rank, dtype, norm_eps=0.01)
+    fused, plain = both_ways(m, torch.randn(3, 18, D, dtype=dtype), 12)
+    assert steps == [3] * 6
+    assert_close(fused, plain, tolerance)
+    assert {name: t.dtype for name, t in fused.items()} == {name: t.dtype for name, t in plain.items()}
+    m.o_norm.eps = 1e-5
+    assert (both_ways(m, torch.randn(3, 18, D, dtype=dtype), 12)[0]["y"] - fused["y"]).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("conv_size", [1, 2, 7])
+def test_a_fused_step_takes_filters_of_any_width(steps, conv_size):
+    fused, plain = both_ways(layer(conv_size=conv_size), torch.randn(2, 12, D, dtype=torch.float64), 4)
+    assert steps == [2] * 8
+    assert fused.pop("conv").equal(plain.pop("conv"))  # empty, where the filter has one tap
+    assert_close(fused, plain)
+
+
+def test_a_row_of_single_tokens_is_a_step_too(steps):
+    m, x = layer(), torch.randn(3, 15, D, dtype=torch.float64)
+    packed, plain = both_ways(m, x, 9, cu_seqlens=[0, 1, 2, 3])
+    assert steps == [3] * 6
+    assert_close(packed, plain)
+    assert packed["y"].shape == (6, 1, 3, D)
+    assert_close({"y": packed["y"][:, 0]}, {"y": both_ways(m, x, 9)[0]["y"][:, :, 0]})
+
+
+def test_what_is_no_step_takes_the_operations(steps):
+    m, x = layer(), torch.randn(2, 9, D, dtype=torch.float64)
+    cache = m.new_cache(2)
+    with torch.no_grad():
+        m(x[:, :1], cache=cache)  # nothing to go on from
+        m(x[:, 1:3], cache=cache)
+        m(x[:1, 3:6], cache=cache, cu_seqlens=[0, 1, 3])
+        m(x[:1, :0], cache=cache, cu_seqlens=[0, 0, 0])
+        m(x[:0, :1], cache=m.new_cache(0))
+    m(x[:, :1], cache=cache)
+    assert steps == []
+    assert cache.lengths == [5, 6]
+
+
+def test_bfloat16_steps_are_no_worse_than_the_operations(steps):
+    m, x = layer(dtype=torch.bfloat16), torch.randn(3, 40, D, dtype=torch.bfloat16)
+    fused, plain = both_ways(m, x, 20)
+    exact = both_ways(m.double(), x.double(), 20)[1]
+    assert steps == [3] * 40
+    assert fused["state"].dtype == torch.float32
+    assert fused["y"].dtype == fused["conv"].dtype == torch.bfloat16
+    assert fused["conv"].equal(plain["conv"])
+    for name in ("y", "state"):
+        off, allowed = ((t[name].double() - exact[name]).abs().max() for t in (fused, plain))
+        assert off <= 1.5 * allowed + 2**-8 * exact[name].abs().max(), name
+
+
+@pytest.mark.parametrize("cached", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("given", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_cache_may_have_another_dtype(steps, cached, given):
+    """As it comes from a model of that dtype, and once with its state cast as well."""
+    m, x = layer(dtype=cached), torch.randn(2, 10, D, dtype=torch.float64)
+    past = m.new_cache(2)
+    with torch.no_grad():
+        m(x[:, :8].to(cached), cache=past)
+    m, new = m.to(given), x[:, 8:9].to(given)
+    for state in (past.state, past.state.to(cached)):
+        results = []
+        for gradients in (False, True):
+            cache = RecurrentCache([8, 8], past.conv, state)
+            with torch.set_grad_enabled(gradients):
+                y = m(new, cache=cache)
+            results.append({"y": y.detach(), "state": cache.state.detach(), "conv": cache.conv.detach()})
+        fused, plain = results
+        assert {name: t.dtype for name, t in fused.items()} == {name: t.dtype for name, t in plain.items()}
+        narrow = torch.bfloat16 in (cached, given)
+        assert_close(fused, plain, 2e-2 if narrow else 1e-5 if torch.float32 in (cached, given) else 1e-12)
+    assert steps == [2, 2]
+
+
+def test_autocast_steps_are_the_operations(steps):
+    m, x = layer(dtype=torch.float32), torch.randn(2, 20, D)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        fused, plain = both_ways(m, x, 12)
+    assert steps == [2] * 8
+    assert fused["state"].dtype == torch.float32
+    assert_close(fused, plain, 2e-2)
+
+
+def test_a_step_leaves_what_others_hold(steps):
+    """Tensors taken from a cache, shallow copies and selections of it stay as they are, and so can be gone on from."""
+    m, x = layer(dtype=torch.float32), torch.randn(2, 12, D)
+    with torch.no_grad():
+        cache = m.new_cache(2)
+        m(x[:, :6], cache=cache)
+        taken = cache.state, cache.conv
+        values = [t.clone() for t in taken]
+        fork, selected = copy.copy(cache), cache.select(torch.tensor([0, 1]))
+        outputs = []
+        for branch in (cache, fork, selected, RecurrentCache([6, 6], taken[1], taken[0])):
+            outputs.append([m(x[:, t : t + 1], cache=branch) for t in range(6, 12)])
+            assert all(a.equal(b) for a, b in zip(taken, values))
+    assert len(steps) == 24
+    for branch in outputs[1:]:
+        assert all(a.equal(b) for a, b in zip(branch, outputs[0]))
+
+
+def test_a_step_leaves_a_graph_behind_the_cache_alone(steps):
+    m, x = layer(), torch.randn(1, 8, D, dtype=torch.float64)
+
+    def gradients_of_a_prompt(decode):
+        cache = m.new_cache(1)
+        y = m(x[:, :6], cache=cache)
+        state = cache.state
+        assert state.requires_grad
+        if decode:
+            with torch.no_grad():
+                m(x[:, 6:7], cache=cache)
+            assert not cache.state.requires_grad
+        return torch.autograd.grad(y.sum() + state.square().sum(), list(m.parameters()))
+
+    expected = gradients_of_a_prompt(False)
+    assert all(a.equal(b) for a, b in zip(gradients_of_a_prompt(True), expected))
+    assert steps == [1]
+
+
+def test_a_cache_may_leave_inference_mode(steps):
+    m, x = layer(dtype=torch.float32), torch.randn(2, 9, D)
+    cache, expected = m.new_cache(2), m.new_cache(2)
+    with torch.no_grad():
+        want = m(x, cache=expected)
+    with torch.inference_mode():
+        m(x[:, :6], cache=cache)
+        m(x[:, 6:7], cache=cache)
+    with torch.no_grad():
+        got = m(x[:, 7:8], cache=cache)
+    with torch.inference_mode():
+        last = m(x[:, 8:], cache=cache)
+    assert steps == [2, 2, 2]
+    assert_close(
+        {"y": torch.cat([got, last], 1), "state": cache.state}, {"y": want[:, 7:], "state": expected.state}, 1e-5
+    )
+
+
+def test_steps_follow_their_weights(steps):
+    """Nothing that a step makes of the parameters outlives it, however they are changed."""
+    m, other = layer(), layer()
+    x = torch.randn(1, 8, D, dtype=torch.float64)
+    both_ways(m, x, 5)
+    for p, new in zip(m.parameters(), other.parameters()):
+        p.data.copy_(new.data)
+    assert_close(both_ways(m, x, 5)[0], both_ways(other, x, 5)[1])
+
+
+def test_cached_decoding_can_be_compiled_as_a_whole():
+    m, x = layer(dtype=torch.float32), torch.randn(2, 8, D)
+    compiled = torch.compile(lambda x, cache: m(x, cache=cache), fullgraph=True, backend="eager")
+    with torch.no_grad():
+        cache, expected = m.new_cache(2), m.new_cache(2)
+        want = torch.cat([m(x[:, :7], cache=expected), m(x[:, 7:], cache=expected)], 1)
+        m(x[:, :7], cache=cache)
+        assert_close({"y": compiled(x[:, 7:], cache)}, {"y": want[:, 7:]}, 1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -26,7 +26,10 @@ class LayerCache(Protocol):
 
 @dataclass
 class RecurrentCache:
-    """A KDA layer's past: `conv` [N, W-1, 3P], the last raw rows of q | k | v, and `state` [N, H, K, V] in float32."""
+    """A KDA layer's past: `conv` [N, W-1, 3P], the last raw rows of q | k | v, and `state` [N, H, K, V] in float32.
+
+    A layer replaces both and writes into neither, so that whoever took one, or a shallow copy of this, keeps it as is.
+    """
 
     lengths: list[int]
     conv: Tensor | None = None

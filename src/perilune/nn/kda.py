@@ -11,7 +11,16 @@ from perilune.core.errors import ConfigError, ShapeError
 from perilune.nn.cache import RecurrentCache, token_counts
 from perilune.nn.norm import GatedHeadNorm
 from perilune.nn.precision import Float32Parameters
-from perilune.ops import BoundedGate, SoftplusGate, kda, short_conv
+from perilune.ops import (
+    BoundedGate,
+    KdaPool,
+    KdaWeights,
+    SoftplusGate,
+    kda,
+    kda_decode,
+    short_conv,
+)
+from perilune.ops.kda.reference import working_dtype
 from perilune.ops.packing import boundaries
 
 
@@ -45,7 +54,10 @@ class KimiDeltaAttention(Float32Parameters):
         y    = W_o [ sigmoid(W_g x) * RMSNorm_head(o) ]
 
     `x: [B, T, D]` gives `[B, T, D]`.  With `cu_seqlens: [N+1]` (then B is 1) every document starts afresh, or, with a
-    cache of N sequences, goes on where its sequence stopped.
+    cache of N sequences, goes on where its sequence stopped.  One token a sequence on a filled cache, without
+    gradients, is a fused step (`kda_decode`).
+
+    Raises ShapeError for a cache of another size and for `cu_seqlens` that do not describe x.
 
     Parameters have the names and shapes of the released checkpoints; `A_log` [H], `dt_bias` [H*K] and the convolution
     filters stay in float32.
@@ -106,15 +118,21 @@ class KimiDeltaAttention(Float32Parameters):
         return RecurrentCache([0] * batch)
 
     def forward(
-        self, x: Tensor, *, cache: RecurrentCache | None = None, cu_seqlens: Tensor | Sequence[int] | None = None
+        self,
+        x: Tensor,
+        *,
+        cache: RecurrentCache | None = None,
+        cu_seqlens: Tensor | Sequence[int] | None = None,
     ) -> Tensor:
         B, T, _ = x.shape
         cu = boundaries(cu_seqlens, B, T)
-        counts = token_counts(B, T, cu)
+        counts = [] if cache is None else token_counts(B, T, cu)
         if cache is not None and len(cache.lengths) != len(counts):
             raise ShapeError(
                 f"cache: expected one for {len(counts)} sequences, got one for {len(cache.lengths)}; make a new one"
             )
+        if cache is not None and cache.state is not None and set(counts) == {1} and _steps(x):
+            return self._step(x.view(len(counts), 1, -1), cache).view_as(x)
         q, k, v, window = self._convolved(x, cache, cu)
         heads = (B, T, self.num_heads, self.head_dim)
         o, state = kda(
@@ -134,8 +152,26 @@ class KimiDeltaAttention(Float32Parameters):
             assert window is not None
             assert state is not None
             cache.update(window, state, counts)
-        gate = self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x))
-        return self.o_proj(self.o_norm(o, gate.view(heads)).flatten(2))
+        return self.o_proj(self.o_norm(o, self._output_gate(x)).flatten(2))
+
+    def _step(self, x: Tensor, cache: RecurrentCache) -> Tensor:
+        """One token for each of N sequences, x: [N, 1, D], on a filled cache and without gradients: [N, 1, D]."""
+        assert cache.state is not None
+        assert cache.conv is not None
+        qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
+        z, beta = self.f_b_proj(self.f_a_proj(x)).unflatten(2, (self.num_heads, self.head_dim)), self.b_proj(x)
+        # The step writes over them, and somebody may hold them: a snapshot, another cache, a graph.
+        state, window = (
+            past.to(dtype, copy=True, memory_format=torch.contiguous_format)
+            for past, dtype in ((cache.state, working_dtype(qkv, cache.state)), (cache.conv, qkv.dtype))
+        )
+        pool = KdaPool(state, window, *(x[:, :0] for x in (qkv, z, beta)))  # no room for drafts
+        taps = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])
+        weights = KdaWeights(taps, self.gate, self.o_norm.weight, self.o_norm.eps)
+        slots = torch.arange(len(x), device=x.device)
+        o = kda_decode(qkv, z, beta, self._output_gate(x), pool, slots, weights)
+        cache.update(pool.window, pool.state, [1] * len(x))
+        return self.o_proj(o.flatten(2))
 
     def _convolved(
         self, x: Tensor, cache: RecurrentCache | None, cu: list[int] | None
@@ -156,6 +192,11 @@ class KimiDeltaAttention(Float32Parameters):
         q, k, v = outputs
         return q, k, v, torch.cat(windows, dim=-1) if windows else None
 
+    def _output_gate(self, x: Tensor) -> Tensor:
+        """Its logits, before the sigmoid: [B, T, H, V]."""
+        gate = self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x))
+        return gate.unflatten(2, (self.num_heads, self.head_dim))
+
     @property
     def gate(self) -> BoundedGate | SoftplusGate:
         """What turns the decay logit into the log-decay."""
@@ -164,3 +205,8 @@ class KimiDeltaAttention(Float32Parameters):
 
     def extra_repr(self) -> str:
         return f"heads={self.num_heads}, head_dim={self.head_dim}, g_min={self.g_min}"
+
+
+def _steps(x: Tensor) -> bool:
+    """Whether `kda_decode` may serve: it has no gradients, and on a CPU looks at values, which torch.compile cannot."""
+    return not torch.is_grad_enabled() and (x.is_cuda or not torch.compiler.is_compiling())
