@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from perilune.core.errors import ConfigError, ShapeError
@@ -17,11 +19,14 @@ from perilune.ops import (
     KdaWeights,
     SoftplusGate,
     kda,
+    kda_context_parallel,
     kda_decode,
     short_conv,
+    short_conv_context_parallel,
 )
 from perilune.ops.kda.reference import working_dtype
 from perilune.ops.packing import boundaries
+from perilune.ops.shards import place_in
 
 
 class ShortConv(Float32Parameters):
@@ -57,7 +62,12 @@ class KimiDeltaAttention(Float32Parameters):
     cache of N sequences, goes on where its sequence stopped.  One token a sequence on a filled cache, without
     gradients, is a fused step (`kda_decode`).
 
-    Raises ShapeError for a cache of another size and for `cu_seqlens` that do not describe x.
+    With `group`, a process group, x is this rank's shard of rows that are cut over its ranks in their order, equally
+    and without gaps, and `cu_seqlens` has the boundaries in the whole row: outputs are those of one process, and so are
+    the parameters' gradients once they are summed over the group.  Every rank makes the call and runs its backward
+    pass, or none does.  There is no cache then.
+
+    Raises ShapeError for a cache of another size or beside a group, and for `cu_seqlens` that do not describe x.
 
     Parameters have the names and shapes of the released checkpoints; `A_log` [H], `dt_bias` [H*K] and the convolution
     filters stay in float32.
@@ -123,9 +133,12 @@ class KimiDeltaAttention(Float32Parameters):
         *,
         cache: RecurrentCache | None = None,
         cu_seqlens: Tensor | Sequence[int] | None = None,
+        group: "dist.ProcessGroup | None" = None,
     ) -> Tensor:
         B, T, _ = x.shape
-        cu = boundaries(cu_seqlens, B, T)
+        if group is not None and cache is not None:
+            raise ShapeError("cache: expected none beside group, got both; decode in one process, without a group")
+        cu = boundaries(cu_seqlens, B, T if group is None else T * place_in(group)[1])
         counts = [] if cache is None else token_counts(B, T, cu)
         if cache is not None and len(cache.lengths) != len(counts):
             raise ShapeError(
@@ -133,9 +146,10 @@ class KimiDeltaAttention(Float32Parameters):
             )
         if cache is not None and cache.state is not None and set(counts) == {1} and _steps(x):
             return self._step(x.view(len(counts), 1, -1), cache).view_as(x)
-        q, k, v, window = self._convolved(x, cache, cu)
+        q, k, v, window = self._convolved(x, cache, cu, group)
         heads = (B, T, self.num_heads, self.head_dim)
-        o, state = kda(
+        attend = kda if group is None else partial(kda_context_parallel, group=group)
+        o, state = attend(
             q.view(heads),
             k.view(heads),
             v.view(heads),
@@ -174,16 +188,17 @@ class KimiDeltaAttention(Float32Parameters):
         return self.o_proj(o.flatten(2))
 
     def _convolved(
-        self, x: Tensor, cache: RecurrentCache | None, cu: list[int] | None
+        self, x: Tensor, cache: RecurrentCache | None, cu: list[int] | None, group: "dist.ProcessGroup | None"
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """q, k, v after their convolutions, `[B, T, P]` each, and the window `[N, W-1, 3P]` that a cache keeps."""
         past = (None,) * 3 if cache is None or cache.conv is None else cache.conv.chunk(3, dim=-1)
+        convolve = short_conv if group is None else partial(short_conv_context_parallel, group=group)
         outputs: list[Tensor] = []
         windows: list[Tensor] = []
         for proj, conv, old in zip(
             (self.q_proj, self.k_proj, self.v_proj), (self.q_conv1d, self.k_conv1d, self.v_conv1d), past
         ):
-            y, window = short_conv(
+            y, window = convolve(
                 proj(x), conv.weight, initial_state=old, output_final_state=cache is not None, cu_seqlens=cu
             )
             outputs.append(y)

@@ -92,10 +92,15 @@ def shard_of(
     cu_seqlens: [N+1] boundaries in the whole row, which has `length` tokens times ranks; the same on every rank.
     Raises ShapeError where they do not describe it, or if this process is not in the group.
     """
+    return cut(cu_seqlens, batch, length, *place_in(group))
+
+
+def place_in(group: "dist.ProcessGroup | None") -> tuple[int, int]:
+    """This process's rank in the group, and of how many; raises ShapeError if it is not in it."""
     rank = dist.get_rank(group)
     if rank < 0:
         raise ShapeError("group: expected one that this process is in, got another; call only on the group's ranks")
-    return cut(cu_seqlens, batch, length, rank, dist.get_world_size(group))
+    return rank, dist.get_world_size(group)
 
 
 def cut(cu_seqlens: Tensor | Sequence[int] | None, batch: int, length: int, rank: int, ranks: int) -> Shard:
