@@ -3,9 +3,11 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from perilune.core.errors import CheckpointError, ConfigError
+from perilune.core.errors import CheckpointError, ConfigError, ShapeError
 from perilune.nn.balancer import (
     KINDS,
     AuxLossBalancer,
@@ -40,11 +42,19 @@ def step(b, *batches):
     b.update()
 
 
-@pytest.fixture(params=["quantile", "exact", "decay", "ema", "sign", "band", "aux", "none"])
+NAMES = ["quantile", "exact", "decay", "ema", "sign", "band", "wide band", "aux", "none"]
+
+
+def named(name):
+    options = {"exact": {"bins": None}, "quantile": {"decay": None}, "ema": {"ema": 0.8}, "wide band": {"window": 3}}
+    options["wide band"]["adaptive"] = False
+    kind = name if name in KINDS else "band" if "band" in name else "quantile"
+    return balancer(kind, E, TOP_K, **options.get(name, {}))
+
+
+@pytest.fixture(params=NAMES)
 def any_balancer(request):
-    options = {"exact": {"bins": None}, "quantile": {"decay": None}, "ema": {"ema": 0.8}}
-    kind = request.param if request.param in KINDS else "quantile"
-    return balancer(kind, E, TOP_K, **options.get(request.param, {}))
+    return named(request.param)
 
 
 class Layer(nn.Module):
@@ -255,6 +265,106 @@ def test_no_gradient_reaches_the_bias_and_the_loss_is_the_same_with_and_without_
     assert layer.balancer.bias.grad is None
 
 
+# Nothing waits for a device.
+
+
+class NoLookBack(TorchDispatchMode):
+    """Refuses what makes the host wait for a GPU: values read back, shapes that depend on values, copies to it."""
+
+    FORBIDDEN = (
+        "item", "_local_scalar_dense", "is_nonzero", "equal", "nonzero", "nonzero_static", "masked_select", "bincount",
+        "unique", "_unique2", "unique_consecutive", "unique_dim", "repeat_interleave", "histc", "masked_scatter",
+    )  # fmt: skip
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = op.overloadpacket.__name__
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if name in self.FORBIDDEN:
+            raise AssertionError(f"{op} makes the host wait")
+        if name.startswith(("index", "_index_put")) and any(
+            x.dtype in (torch.bool, torch.uint8) for x in tree_leaves(args[1]) if isinstance(x, torch.Tensor)
+        ):
+            raise AssertionError(f"{op} by a mask makes the host wait")
+        if len({x.device for x in tensors if x.dim()}) > 1:
+            raise AssertionError(f"{op} makes a copy to the device")
+        return op(*args, **kwargs)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_never_waits_for_the_device(name, masked, device):
+    """Also on tensors without values, where nothing can be read back at all, not even by `tolist`."""
+    with torch.device(device):
+        b = named(name)
+    scores = torch.rand(20, E, device=device, requires_grad=True)
+    ids = scores.topk(TOP_K).indices
+    mask = (torch.rand(20, device=device) < 0.5) if masked else None
+    with NoLookBack():
+        for observed in (2, 1, 0):
+            for _ in range(observed):
+                loss = b.observe(scores, ids, mask)
+                if loss is not None:
+                    loss.backward()
+            b.update()
+        b.observe(scores, ids, mask)
+        b.discard()
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda x: x.any().item(),
+        lambda x: bool(x.any()),
+        lambda x: x[x > 0.5],
+        lambda x: x.masked_select(x > 0.5),
+        lambda x: x.nonzero(),
+        lambda x: x.long().bincount(),
+        lambda x: x.index_put_((x > 0.5,), x.new_zeros(())),
+        lambda x: torch.equal(x, x),
+        lambda x: x.unique(),
+    ],
+)
+def test_a_look_back_is_noticed(look):
+    with NoLookBack(), pytest.raises(AssertionError, match="makes the host wait"):
+        look(torch.rand(5))
+
+
+def test_masked_tokens_may_hold_anything(any_balancer):
+    clean, dirty = any_balancer, copy.deepcopy(any_balancer)
+    scores, mask = scores_of(60), torch.arange(60) % 3 > 0
+    ids, _ = route(scores, clean.bias, TOP_K)
+    rubbish = torch.where(mask[:, None], scores, torch.nan).requires_grad_()
+    losses = clean.observe(scores, ids, mask), dirty.observe(rubbish, ids, mask)
+    if losses[0] is not None:
+        assert torch.equal(*losses)
+        losses[1].backward()
+        assert rubbish.grad.isfinite().all()
+        assert not rubbish.grad[~mask].any()
+    clean.update()
+    dirty.update()
+    assert torch.equal(clean.bias, dirty.bias)
+    assert clean.bias.isfinite().all()
+
+
+def test_a_step_of_padding_alone_changes_nothing(any_balancer):
+    """Neither the first step, before there is any state, nor a later one."""
+    padded, plain = any_balancer, copy.deepcopy(any_balancer)
+    for seed in range(6):
+        if seed % 2 == 0:
+            loss = observe(padded, scores_of(30, 9), torch.zeros(30, dtype=torch.bool))
+            assert loss is None or loss.item() == 0
+            padded.update()
+        for b in (padded, plain):
+            step(b, scores_of(100, seed))
+        assert torch.equal(padded.bias, plain.bias)
+        assert torch.equal(padded.loads, plain.loads)
+    state, expected = padded.training_state(), plain.training_state()
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], expected[name]) for name in state)
+
+
 # Each rule.
 
 
@@ -351,6 +461,21 @@ def test_sign_balancer_steps_towards_the_mean():
     torch.testing.assert_close(b.bias, torch.tensor([-0.1, -0.1, 0.0, 0.2]))
 
 
+def test_band_quantiles_are_torchs():
+    b = BandBalancer(E, TOP_K, window=3, step=0.1, low=0.13, high=0.81, adaptive=False)
+    window, bias = LoadWindow(3), torch.zeros(E)
+    for seed in range(5):  # from a window that is not yet full to one that forgets
+        step(b, scores_of(77, seed))
+        window.add(b.loads)
+        loads = window.stack().double()
+        low, high = torch.quantile(loads, torch.tensor([0.13, 0.81], dtype=loads.dtype))
+        push = (loads.mean(0) < low).double() - (loads.mean(0) > high).double()
+        bias = bias + 0.1 * push
+        bias = (bias - bias.mean()).float()
+        assert torch.equal(b.bias, bias)
+        assert torch.equal(b.training_state()["window"], window.stack())
+
+
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_band_balancer_moves_the_outer_deciles_of_pooled_loads(adaptive):
     b = BandBalancer(4, 1, window=2, step=0.1, low=0.25, high=0.75, adaptive=adaptive)
@@ -425,6 +550,12 @@ def test_factory_knows_every_kind_and_names_the_nearest():
 def test_impossible_options(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+@pytest.mark.parametrize("mask", [torch.ones(49, dtype=torch.bool), torch.ones(50)])
+def test_a_mask_that_does_not_fit_is_refused(mask):
+    with pytest.raises(ShapeError, match=r"mask: expected bool \[50\], got"):
+        observe(Balancer(E, TOP_K), scores_of(50), mask)
 
 
 def test_state_of_another_rule_is_refused():

@@ -97,16 +97,6 @@ def test_histogram_counts_every_real_token_once_for_every_expert_however_it_is_s
         assert torch.equal(sum(score_histogram(s, bias, 2, 1000, m) for s, m in parts), whole)
 
 
-@pytest.mark.parametrize("choice", ["the largest", "others", "ties"])
-def test_choices_at_hand_change_no_count(choice):
-    scores, bias, mask = torch.rand(200, 8), 0.3 * torch.randn(8), torch.rand(200) < 0.8
-    if choice == "ties":
-        scores, bias = scores.round(), torch.zeros(8)
-    ids = (scores + bias).topk(2).indices if choice != "others" else torch.rand(200, 8).topk(2).indices
-    expected = score_histogram(scores, bias, 2, 100, mask)
-    assert torch.equal(score_histogram(scores, bias, 2, 100, mask, ids), expected)
-
-
 def test_two_ranks_with_two_micro_batches_each_are_one_process():
     counts = sum(score_histogram(part, ZERO, 1) for part in SKEWED.split(2))
     assert counts.sum(-1).tolist() == [8, 8, 8, 8]
@@ -255,3 +245,8 @@ def test_errors_name_what_is_wrong():
         quantile_bias(SKEWED[None], ZERO, 1)
     with pytest.raises(ShapeError, match=r"bins: expected 1 or more, got 0"):
         quantile_bias(SKEWED, ZERO, 1, bins=0)
+    with pytest.raises(ShapeError, match=r"top_k: expected fewer than 4 experts, got all"):
+        score_histogram(SKEWED, ZERO, 4)
+    for out in (torch.zeros(4, 9, dtype=torch.int64), torch.zeros(4, 10), torch.zeros(10, 4, dtype=torch.int64).mT):
+        with pytest.raises(ShapeError, match=r"out: expected contiguous int64 \[4, 10\], got"):
+            score_histogram(SKEWED, ZERO, 1, 10, out=out)

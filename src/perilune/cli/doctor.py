@@ -137,6 +137,19 @@ def _grouped_experts(device: "torch.device") -> tuple[tuple[Any, ...], dict[str,
     return (w[0, :1], w, w, w, ids, ids.float()), {}
 
 
+def _score_histogram(device: "torch.device") -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Scores of two experts."""
+    import torch
+
+    return (torch.zeros(2, 1, dtype=torch.int64), torch.zeros(1, 2, device=device), torch.zeros(2), 1, None), {}
+
+
+def _quantile_bias(device: "torch.device") -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same, by their histogram."""
+    args, _ = _score_histogram(device)
+    return args[1:4], {"mask": None, "bins": 1000}
+
+
 USUAL: "dict[str, Callable[[torch.device], tuple[tuple[Any, ...], dict[str, Any]]]]" = {
     "attn_res": _attn_res,
     "attn_res_bank": _attn_res_bank,
@@ -145,5 +158,7 @@ USUAL: "dict[str, Callable[[torch.device], tuple[tuple[Any, ...], dict[str, Any]
     "kda": _kda,
     "kda_decode": _kda_decode,
     "grouped_experts": _grouped_experts,
+    "score_histogram": _score_histogram,
+    "quantile_bias": _quantile_bias,
 }
 """Arguments of a usual call, of operations whose choice depends on them."""

@@ -1,8 +1,11 @@
 """Keeping experts equally loaded: one interface, several rules.
 
 In a step every forward calls `observe`; after the optimizer's step `update` moves the bias once, from all that was
-observed; a step that is thrown away calls `discard`.  With several ranks, sum each of `statistics()` over the ranks
-that hold different tokens, just before `update`: all are integers, so every rank then computes the same bias.
+observed; a step that is thrown away calls `discard`.  With several ranks a `StatisticsPool` sums what they observed,
+just before `update`: all are integers, so every rank then computes the same bias.
+
+None of it reads a tensor back and no shape depends on a value, so that on a GPU the host never waits: masked tokens are
+counted with weight 0, and what a step without tokens must leave alone is chosen by `torch.where`.
 """
 
 import inspect
@@ -12,8 +15,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from perilune.core.errors import CheckpointError, ConfigError, nearest
-from perilune.nn.load import LoadWindow
+from perilune.core.errors import CheckpointError, ConfigError, ShapeError, nearest
 from perilune.nn.precision import Float32Parameters
 from perilune.ops.quantile_bias import bias_from_histogram, quantile_bias, rebin, score_histogram
 
@@ -68,29 +70,37 @@ class Balancer(Float32Parameters):
         """Takes note of one forward; returns a scalar to add to the loss, or None where the rule has none.
 
         scores: `[..., E]` as given to `route`.  ids: `[..., top_k]` that it chose.  mask: `[...]` bool, True for real
-        tokens: padding is never counted.
+        tokens: padding is never counted, whatever its scores are.  Raises ShapeError.
         """
         if not self.training or self.frozen:
             return None
         scores, ids = scores.reshape(-1, self.num_experts), ids.reshape(-1, self.top_k)
         if mask is not None:
-            scores, ids = scores[mask.reshape(-1)], ids[mask.reshape(-1)]
+            mask = mask.reshape(-1)
+            if mask.dtype != torch.bool or len(mask) != len(scores):
+                raise ShapeError(
+                    f"mask: expected bool [{len(scores)}], got {mask.dtype} {list(mask.shape)}; True marks real tokens"
+                )
         if not _recomputing():
             with torch.no_grad():
-                self.counts += torch.bincount(ids.flatten(), minlength=self.num_experts)
-                self._collect(scores.detach(), ids)
-        return self._loss(scores, ids)
+                self.counts += self._tally(ids, mask)
+                self._collect(scores.detach(), mask)
+        return self._loss(scores, ids, mask)
 
     @torch.no_grad()
     def update(self) -> None:
         """Ends the step: moves the bias by what was observed, for the next step to use."""
-        if not self.frozen and self.counts.any():
-            self.loads.copy_(self.counts)
-            self.bias.copy_(self._next_bias())
+        if not self.frozen:
+            seen = self.counts.any()
+            self.bias.copy_(torch.where(seen, self._next_bias(seen), self.bias))
+            self.loads.copy_(torch.where(seen, self.counts, self.loads))
         self.discard()
 
     def discard(self) -> None:
-        """Forgets what was observed since the last update; for a step whose gradients were not finite."""
+        """Forgets what was observed since the last update; for a step whose gradients were not finite.
+
+        With several ranks, all of them discard a step or none.
+        """
         for statistic in self._buffers_to_sum():
             statistic.zero_()
 
@@ -106,7 +116,7 @@ class Balancer(Float32Parameters):
         return self
 
     def statistics(self) -> list[Tensor]:
-        """The step's integer tensors, to be summed over ranks in place; the same number and shapes on every rank."""
+        """The step's int64 tensors, to be summed over ranks in place; the same number and shapes on every rank."""
         return self._buffers_to_sum()
 
     def training_state(self) -> dict[str, Tensor]:
@@ -126,19 +136,28 @@ class Balancer(Float32Parameters):
 
     # What a rule defines.
 
-    def _collect(self, scores: Tensor, ids: Tensor) -> None:
-        """Adds these real tokens' scores `[m, E]` and choices `[m, top_k]` to the step's statistics."""
+    def _collect(self, scores: Tensor, mask: Tensor | None) -> None:
+        """Adds the scores `[M, E]` of a forward's real tokens, `mask: [M]`, to the step's statistics."""
 
-    def _loss(self, scores: Tensor, ids: Tensor) -> Tensor | None:
+    def _loss(self, scores: Tensor, ids: Tensor, mask: Tensor | None) -> Tensor | None:
         """A scalar for the loss; computed on recomputation too, which must build the same graph."""
         return None
 
-    def _next_bias(self) -> Tensor:
-        """The bias after this step, from `bias`, `counts` and what was collected."""
+    def _next_bias(self, seen: Tensor) -> Tensor:
+        """The bias after this step, from `bias`, `counts` and what was collected.
+
+        seen: a bool scalar, whether the step had a token on any rank; where not, what is returned does not matter, and
+        the rule's own state must stay.
+        """
         return self.bias
 
     def _buffers_to_sum(self) -> list[Tensor]:
         return [self.counts]
+
+    def _tally(self, ids: Tensor, mask: Tensor | None) -> Tensor:
+        """How many real tokens chose each expert: `[M, top_k] -> [E]` int64."""
+        weight = torch.ones_like(ids) if mask is None else mask.unsqueeze(-1).expand_as(ids)
+        return torch.zeros_like(self.counts).index_add_(0, ids.flatten(), weight.flatten().to(torch.int64))
 
 
 class QuantileBalancer(Balancer):
@@ -193,7 +212,7 @@ class QuantileBalancer(Balancer):
         self.register_buffer("histogram", empty, persistent=False)
         self.register_buffer("smoothed", None, persistent=False)
         self.register_buffer("pooled", None, persistent=False)
-        self._scores: list[Tensor] = []
+        self._scores: list[tuple[Tensor, Tensor | None]] = []
 
     def statistics(self) -> list[Tensor]:
         if self.histogram is None:
@@ -217,34 +236,47 @@ class QuantileBalancer(Balancer):
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, bins={self.bins}, decay={self.decay}, ema={self.ema}"
 
-    def _collect(self, scores: Tensor, ids: Tensor) -> None:
+    def _collect(self, scores: Tensor, mask: Tensor | None) -> None:
         if self.top_k == self.num_experts:  # every token takes every expert
             return
         if self.histogram is None or self.bins is None:
-            self._scores.append(scores)
+            self._scores.append((scores, mask))
         else:
-            self.histogram += score_histogram(scores, self.bias, self.top_k, self.bins, ids=ids)
+            score_histogram(scores, self.bias, self.top_k, self.bins, mask, out=self.histogram)
 
-    def _next_bias(self) -> Tensor:
+    def _next_bias(self, seen: Tensor) -> Tensor:
         if self.top_k == self.num_experts:
             return self.bias
-        estimate = self._estimate()
-        if self.ema:
-            self.smoothed = estimate if self.smoothed is None else torch.lerp(estimate, self.smoothed, self.ema)
-            estimate = _centred(self.smoothed).to(self.bias.dtype)
-        if self.pooled is not None:
-            trust = (1 - (estimate - self.bias).std() / estimate.std()).nan_to_num(0).clamp(min=0)
-            self.pooled = rebin(self.pooled * trust, self.bias, estimate).to(self.bias.dtype)
+        if self.histogram is None:
+            return self._smoothed(self._exact(), seen)
+        if not self.decay:
+            return self._smoothed(bias_from_histogram(self.histogram, self.bias, self.top_k), seen)
+        before = torch.zeros_like(self.histogram, dtype=self.bias.dtype) if self.pooled is None else self.pooled
+        pooled = self.decay * before + self.histogram.to(self.bias.dtype)
+        estimate = self._smoothed(bias_from_histogram(pooled, self.bias, self.top_k), seen)
+        trust = (1 - (estimate - self.bias).std() / estimate.std()).nan_to_num(0).clamp(min=0)
+        pooled = rebin(pooled * trust, self.bias, estimate).to(self.bias.dtype)
+        self.pooled = torch.where(seen, pooled, before)
         return estimate
 
-    def _estimate(self) -> Tensor:
-        if self.histogram is None:
-            return quantile_bias(torch.cat(self._scores), self.bias, self.top_k)
-        if not self.decay:
-            return bias_from_histogram(self.histogram, self.bias, self.top_k)
-        step = self.histogram.to(self.bias.dtype)
-        self.pooled = step if self.pooled is None else self.decay * self.pooled + step
-        return bias_from_histogram(self.pooled, self.bias, self.top_k)
+    def _exact(self) -> Tensor:
+        if not self._scores:
+            return self.bias
+        scores = torch.cat([scores for scores, _ in self._scores])
+        masks = [mask for _, mask in self._scores]
+        if all(mask is None for mask in masks):
+            return quantile_bias(scores, self.bias, self.top_k)
+        every = [scores.new_ones(len(scores), dtype=torch.bool) if m is None else m for (scores, m) in self._scores]
+        return quantile_bias(scores, self.bias, self.top_k, mask=torch.cat(every))
+
+    def _smoothed(self, estimate: Tensor, seen: Tensor) -> Tensor:
+        """The mean of this step's estimate and those before, if `ema` asks for one."""
+        if not self.ema:
+            return estimate
+        before = torch.full_like(estimate, torch.nan) if self.smoothed is None else self.smoothed  # NaN: none so far
+        smoothed = torch.lerp(estimate, torch.where(before.isnan(), estimate, before), self.ema)
+        self.smoothed = torch.where(seen, smoothed, before)
+        return _centred(smoothed).to(self.bias.dtype)
 
     def _buffers_to_sum(self) -> list[Tensor]:
         return [self.counts] if self.histogram is None else [self.counts, self.histogram]
@@ -265,7 +297,7 @@ class SignBalancer(Balancer):
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, step={self.step}"
 
-    def _next_bias(self) -> Tensor:
+    def _next_bias(self, seen: Tensor) -> Tensor:
         # E load_j against the total: integers, so that an expert exactly at the mean is seen to be there.
         short = torch.sign(self.counts.sum() - self.num_experts * self.counts)
         return _centred(self.bias + self.step * short)
@@ -283,6 +315,8 @@ class BandBalancer(Balancer):
     """
 
     state_names = ("window",)
+
+    window: Tensor
 
     def __init__(
         self,
@@ -302,26 +336,33 @@ class BandBalancer(Balancer):
         if not 0 <= low < high <= 1:
             raise ConfigError(f"low, high: expected 0 <= low < high <= 1, got {low}, {high}; 0.1 and 0.9 are usual")
         self.step, self.low, self.high, self.adaptive = step, low, high, adaptive
-        self._window = LoadWindow(window)
+        empty = torch.full((window, num_experts), -1, dtype=torch.int64)  # [steps, E], newest last; -1: no step yet
+        self.register_buffer("window", empty, persistent=False)
 
     def training_state(self) -> dict[str, Tensor]:
-        return {"window": self._window.stack()} if len(self._window) else {}
+        loads = self.window[self.window[:, 0] >= 0]
+        return {"window": loads} if len(loads) else {}
 
     def load_training_state(self, state: dict[str, Tensor]) -> None:
         super().load_training_state(state)
-        self._window.clear()
-        for loads in state.get("window", []):
-            self._window.add(loads.to(self.counts))
+        self.window.fill_(-1)
+        if "window" in state:
+            loads = state["window"][-len(self.window) :]
+            self.window[len(self.window) - len(loads) :] = loads.to(self.window)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, step={self.step}, low={self.low}, high={self.high}, adaptive={self.adaptive}"
 
-    def _next_bias(self) -> Tensor:
-        self._window.add(self.counts)
-        loads = self._window.stack().double()  # [steps, E]
-        mean = loads.mean(0)
-        low, high = torch.quantile(loads, loads.new_tensor([self.low, self.high]))
-        step = self.step * ((high - low) / (2 * loads.mean())).clamp(max=1) if self.adaptive else self.step
+    def _next_bias(self, seen: Tensor) -> Tensor:
+        window = torch.cat([self.window[1:], self.counts.unsqueeze(0)])
+        self.window.copy_(torch.where(seen, window, self.window))
+        there = (window[:, :1] >= 0).sum()  # steps
+        loads = window.double().masked_fill(window < 0, torch.nan)
+        total = window.clamp(min=0).sum(0)  # [E]
+        mean = total / there.double()
+        low, high = _quantiles(loads, there * self.num_experts, (self.low, self.high))
+        typical = total.sum() / (there * self.num_experts).double()
+        step = self.step * ((high - low) / (2 * typical)).clamp(max=1) if self.adaptive else self.step
         push = (mean < low).to(loads.dtype) - (mean > high).to(loads.dtype)
         return _centred(self.bias + step * push)
 
@@ -343,12 +384,14 @@ class AuxLossBalancer(Balancer):
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, coefficient={self.coefficient}"
 
-    def _loss(self, scores: Tensor, ids: Tensor) -> Tensor | None:
-        slots = max(ids.numel(), 1)
-        fraction = torch.bincount(ids.flatten(), minlength=self.num_experts).to(scores.dtype) / slots
+    def _loss(self, scores: Tensor, ids: Tensor, mask: Tensor | None) -> Tensor | None:
+        tokens: Tensor | int = max(len(scores), 1)  # so that the loss is 0, not NaN, when every token is padding
+        if mask is not None:
+            tokens = mask.sum().clamp(min=1)
+            scores = scores.masked_fill(~mask.unsqueeze(-1), 0)
+        fraction = self._tally(ids, mask).to(scores.dtype) / (tokens * self.top_k)
         share = scores / (scores.sum(-1, keepdim=True) + 1e-20)
-        mean_share = share.sum(0) / max(share.shape[0], 1)  # 0, not NaN, when every token is padding
-        return self.coefficient * self.num_experts * (fraction * mean_share).sum()
+        return self.coefficient * self.num_experts * (fraction * (share.sum(0) / tokens)).sum()
 
 
 KINDS: dict[str, Callable[..., Balancer]] = {
@@ -385,3 +428,17 @@ def _recomputing() -> bool:
 def _centred(bias: Tensor) -> Tensor:
     wide = bias.double()
     return wide - wide.mean()
+
+
+def _quantiles(values: Tensor, number: Tensor, shares: tuple[float, ...]) -> list[Tensor]:
+    """As `torch.quantile`, of the first `number` of all values in rising order: those that are not NaN.
+
+    `torch.quantile` looks at its shares, and its shapes would depend on the number.
+    """
+    rising = values.flatten().sort().values  # NaN last
+    found = []
+    for share in shares:
+        place = share * (number - 1).double()
+        below, above = (rising.gather(0, x.long().view(1)).squeeze(0) for x in (place.floor(), place.ceil()))
+        found.append(torch.lerp(below, above, place - place.floor()))
+    return found

@@ -25,6 +25,19 @@ def quantile_bias_reference(
     return torch.tensor([x - mean for x in estimate], dtype=bias.dtype, device=bias.device)
 
 
+def add_counts_(counts: Tensor, scores: Tensor, bias: Tensor, top_k: int, mask: Tensor | None) -> None:
+    """See `score_histogram`; every number is a tensor of its own, so that it is rounded as in the other forms."""
+    bins = counts.shape[1]
+    low = min(bias) - 1
+    width = (max(bias) - min(bias) + 2) / bins
+    for i, row in enumerate(scores.to(bias.dtype)):
+        if mask is None or mask[i]:
+            cutoff = sorted((s + b for s, b in zip(row, bias)), reverse=True)[top_k]
+            for j, score in enumerate(row):
+                at = (cutoff - score - low) / width
+                counts[j, min(max(math.floor(at), 0), bins - 1)] += 1
+
+
 def _from_bins(required: list[float], b: list[float], q: float, bins: int) -> float:
     low = min(b) - 1
     width = (max(b) - min(b) + 2) / bins

@@ -1,0 +1,42 @@
+"""The histogram on a GPU, in one pass over the scores.  The kernel is imported when it is first needed."""
+
+import os
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from perilune.ops.quantile_bias.histogram import bin_range
+
+TRITON = find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+WIDEST = 1 << 14  # experts: a token's scores are held in registers
+
+
+def add_counts_(counts: Tensor, scores: Tensor, bias: Tensor, top_k: int, mask: Tensor | None) -> None:
+    """Adds the histogram of `scores` to `counts: [E, bins]` int64; see `score_histogram`."""
+    from perilune.ops.quantile_bias.kernels import histogram_kernel
+
+    (M, E), bins = scores.shape, counts.shape[1]
+    if not M:
+        return
+    scores = scores if scores.stride(1) == 1 else scores.contiguous()
+    low, width = bin_range(bias, bins)
+    block = 1 << (E - 1).bit_length()
+    histogram_kernel[(M,)](
+        scores, bias.contiguous(), None if mask is None else mask.contiguous(), low, width, counts,
+        E, scores.stride(0), bins, top_k, BLOCK=block, num_warps=max(block // 1024, 1),
+    )  # fmt: skip
+
+
+def refuses(counts: Tensor, scores: Tensor, bias: Tensor, top_k: int, mask: Tensor | None) -> str | None:
+    """Why the kernel cannot serve a call, or None."""
+    if not TRITON:
+        return "Triton is not installed"
+    if not scores.is_cuda and not INTERPRETED:
+        return f"scores are on {scores.device.type}"
+    if scores.dtype not in (torch.float32, torch.bfloat16, torch.float16) or bias.dtype != torch.float32:
+        return f"it computes in float32, and scores and bias are {scores.dtype} and {bias.dtype}"
+    if scores.shape[1] > WIDEST:
+        return f"it holds a token's scores in registers, {WIDEST} at most, and there are {scores.shape[1]}"
+    return None
