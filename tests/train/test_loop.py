@@ -313,6 +313,38 @@ def test_balancers_move_once_a_step(monkeypatch):
         assert not balancer.counts.any()
 
 
+class Twin:
+    """A pool with another rank that saw the same tokens."""
+
+    def __init__(self, trainer):
+        self.trainer, self.steps = trainer, []
+
+    def sum_(self):
+        self.steps.append(self.trainer.steps_done)
+        for balancer in self.trainer.balancers.values():
+            for statistic in balancer.statistics():
+                statistic.mul_(2)
+
+
+def test_ranks_pool_what_they_saw_once_a_step():
+    trainer, alone = tiny(run()), tiny(run())
+    trainer.pool = Twin(trainer)
+    one, bad, two = batches(trainer, 3)
+    (balancer,) = trainer.balancers.values()
+    for n, batch in enumerate((one, two)):
+        trainer.step(batch)
+        alone.step(batch)
+        assert balancer.loads.sum() == 2 * 96 * 2  # two experts of every token, on two ranks
+        assert same(weights(trainer), weights(alone))  # twice every count has the same quantiles
+        assert trainer.expert_load() == alone.expert_load()
+        assert trainer.pool.steps == list(range(n + 1))
+    undo = poison(trainer, "gradient")
+    with pytest.raises(Diverged):
+        trainer.step(bad)
+    undo()
+    assert trainer.pool.steps == [0, 1]
+
+
 def test_loads_are_judged_over_a_window():
     trainer = tiny(run(load_window=3))
     (balancer,) = trainer.balancers.values()

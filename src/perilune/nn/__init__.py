@@ -9,6 +9,7 @@ from perilune.nn.kda import KimiDeltaAttention
 from perilune.nn.mla import GatedMLA
 from perilune.nn.moe import StableLatentMoE
 from perilune.nn.norm import RMSNorm
+from perilune.nn.pooling import StatisticsPool
 
 __all__ = [
     "GLU",
@@ -27,5 +28,6 @@ __all__ = [
     "SiTUGLU",
     "SignBalancer",
     "StableLatentMoE",
+    "StatisticsPool",
     "initialize_",
 ]

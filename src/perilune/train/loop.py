@@ -18,6 +18,7 @@ from perilune.core.errors import PeriluneError
 from perilune.data.packing import Batch
 from perilune.data.tokenizer import ByteBPE
 from perilune.models.k3 import K3Model, K3Output
+from perilune.nn import StatisticsPool
 from perilune.nn.load import LoadWindow, dead_experts, gini, max_violation
 from perilune.optim import PerHeadMuon, qk_clip_
 from perilune.train import state
@@ -106,6 +107,9 @@ class Trainer:
         self.schedule = run.schedule
         self.balancers = self.model.balancers()
         self.attentions = self.model.latent_attentions()
+        self.pool: StatisticsPool | None = None
+        """Sums what balancers observed over the ranks that train on other tokens; None where this process is alone.  It
+        pools nothing else: gradients are for whoever lays out the ranks."""
         self.loads = {name: LoadWindow(run.load_window) for name in self.balancers}
         self._ends = list(itertools.accumulate(stage.steps for stage in run.stages))
         self.steps_done = 0
@@ -204,9 +208,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         if clipping:
             self._clip_logits()
-        for balancer in self.balancers.values():
-            balancer.update()
-        self._count_loads()
+        self._balance()
         self.steps_done += 1
         self.tokens_done = tokens
         return update
@@ -233,8 +235,12 @@ class Trainer:
                 )
         return Update(losses=dict(zip(output.losses, losses)), grad_norm=grad_norm)
 
-    def _count_loads(self) -> None:
-        """Takes the step's loads to the CPU, all layers at once."""
+    def _balance(self) -> None:
+        """Moves the selection biases by what all ranks observed, and takes the loads to the CPU, all layers at once."""
+        if self.pool is not None:
+            self.pool.sum_()
+        for balancer in self.balancers.values():
+            balancer.update()
         if self.balancers:
             loads = torch.stack([balancer.loads for balancer in self.balancers.values()]).cpu()
             for window, own in zip(self.loads.values(), loads):
