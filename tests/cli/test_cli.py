@@ -236,7 +236,9 @@ def test_a_run_leaves_a_whole_folder(finished):
     assert [line["step"] for line in lines] == list(range(1, 17))
     result = json.loads((folder / "result.json").read_text())
     assert set(result["bits_per_byte"]) == {"perilune", "gzip -9", "xz -9e", "order-5 Kneser-Ney"}
-    assert set(result["expert_load"]) == {"gini", "max_violation", "dead_experts"}
+    assert set(result["expert_load"]) == {
+        "gini", "max_violation", "worst_dead", "worst_layer", "dead_experts", "layers",
+    }  # fmt: skip
     assert (result["tokens"], result["seed"]) == (16 * 96, 0)
     assert result["seconds"] == pytest.approx(sum(line["seconds"] for line in lines))
     assert result["parameters"] == sum(p.numel() for p in K3Model.from_pretrained(folder / "model").parameters())

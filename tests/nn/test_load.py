@@ -3,7 +3,18 @@ import math
 import pytest
 import torch
 
-from perilune.nn.load import LoadWindow, dead_experts, entropy_ratio, gini, max_violation, sampling_floor
+from perilune.nn.load import (
+    LayerLoad,
+    LoadWindow,
+    bias_drift,
+    dead_experts,
+    entropy_ratio,
+    gini,
+    layer_load,
+    max_violation,
+    sampling_floor,
+    worst,
+)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +48,22 @@ def test_entropy_ratio_forgives_dead_experts():
     half_dead = torch.cat([torch.ones(448), torch.zeros(448)])
     assert entropy_ratio(half_dead) == pytest.approx(1 - math.log(2) / math.log(896))
     assert dead_experts(half_dead) == 448
+
+
+def test_a_layers_figures_and_the_worst_of_each():
+    layers = {
+        "even": layer_load(torch.tensor([2, 2, 2, 2])),
+        "one dead": layer_load(torch.tensor([3, 3, 3, 0])),
+        "one full": layer_load(torch.tensor([1, 1, 1, 9])),
+    }
+    assert layers["one dead"] == LayerLoad(gini=0.25, max_violation=pytest.approx(1 / 3), dead=0.25)
+    assert worst(layers) == ("one full", LayerLoad(gini=0.5, max_violation=2.0, dead=0.25))
+    assert worst({}) == (None, LayerLoad(0.0, 0.0, 0.0))
+
+
+def test_drift_is_the_root_mean_square_of_the_move():
+    assert bias_drift(torch.tensor([0.5, -0.5, 0, 0]), torch.tensor([0.5, 0.5, 0, 0])) == 0.5
+    assert bias_drift(torch.ones(3), torch.ones(3)) == 0
 
 
 def test_sampling_floor_is_what_random_loads_show():

@@ -79,11 +79,14 @@ def test_every_step_leaves_a_line_and_is_told(train):
     for line, progress in zip(lines, told):
         assert set(line) == {
             "step", "stage", "tokens", "lr", "seconds", "losses", "grad_norm", "gini", "max_violation", "dead",
+            "worst_dead", "worst_layer", "bias_drift",
         }  # fmt: skip
         assert line["losses"] == progress.losses  # to the last bit
         assert (line["lr"], line["grad_norm"]) == (progress.lr, progress.grad_norm)
         assert 0 <= line["gini"] < 1
         assert line["max_violation"] > 0
+        assert line["bias_drift"] > 0
+        assert line["worst_layer"] in trainer.balancers
         assert progress.seconds > 0
     load = trainer.expert_load()
     assert (lines[-1]["gini"], lines[-1]["max_violation"]) == (load["gini"], load["max_violation"])
@@ -364,7 +367,27 @@ def test_a_model_without_experts_trains():
     trainer = tiny(run(model={"num_experts": 0}))
     first, *_, last = (trainer.step(batch).losses["next_token"] for batch in batches(trainer, 8))
     assert last < first
-    assert trainer.expert_load() == {"gini": 0.0, "max_violation": 0.0, "dead_experts": 0}
+    assert trainer.expert_load() == {
+        "gini": 0.0, "max_violation": 0.0, "worst_dead": 0.0, "worst_layer": None, "dead_experts": 0, "layers": {},
+    }  # fmt: skip
+
+
+def test_the_worst_layer_is_named_and_every_layer_has_its_figures():
+    trainer = tiny(run(model={"num_nextn_predict_layers": 1}))
+    first, second = trainer.balancers
+    before = {name: balancer.bias.clone() for name, balancer in trainer.balancers.items()}
+    trainer.step(trainer.feed.next())
+    for name, balancer in trainer.balancers.items():
+        assert trainer.bias_drift[name] == pytest.approx((balancer.bias - before[name]).square().mean().sqrt().item())
+    for name, loads in ((first, [5, 5, 5, 5, 5, 5, 5, 0]), (second, [1, 1, 1, 1, 1, 1, 1, 90])):
+        trainer.loads[name].clear()
+        trainer.loads[name].add(torch.tensor(loads))
+    load = trainer.expert_load()
+    assert load["worst_layer"] == second
+    assert load["gini"] == load["layers"][second]["gini"] > load["layers"][first]["gini"] > 0
+    assert (load["worst_dead"], load["dead_experts"]) == (1 / 8, 1)  # of the other layer
+    assert [load["layers"][name]["dead"] for name in (first, second)] == [1 / 8, 0]
+    assert load["max_violation"] == pytest.approx(90 * 8 / 97 - 1)
 
 
 # what is left

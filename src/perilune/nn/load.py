@@ -6,6 +6,7 @@ collapsed, and few tokens look uneven by chance alone (`sampling_floor`).
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -46,6 +47,37 @@ def entropy_ratio(loads: Tensor) -> float:
     p = loads.double() / max(loads.sum().item(), 1)
     n = p.numel()
     return -torch.special.xlogy(p, p).sum().item() / math.log(n) if n > 1 else 1.0
+
+
+def bias_drift(before: Tensor, after: Tensor) -> float:
+    """How far an update moved a selection bias `[E]`: sqrt(mean_j (b'_j - b_j)^2), in units of a score.
+
+    Near 0 once a router is balanced; it stays up where loads follow the batch, or where the scores run away.
+    """
+    move = after.double() - before.double()
+    return move.square().mean().sqrt().item()
+
+
+class LayerLoad(NamedTuple):
+    """A layer's figures; for all of them larger is worse."""
+
+    gini: float
+    max_violation: float
+    dead: float
+    """Share of its experts without a token."""
+
+
+def layer_load(loads: Tensor) -> LayerLoad:
+    """What to report of a layer, always together: evenness alone does not show a few that died, nor the other way."""
+    return LayerLoad(gini(loads), max_violation(loads), dead_experts(loads) / max(loads.numel(), 1))
+
+
+def worst(layers: Mapping[str, LayerLoad]) -> tuple[str | None, LayerLoad]:
+    """The name of the layer with the highest Gini, the first of equals, and of each figure the highest of any layer."""
+    if not layers:
+        return None, LayerLoad(0.0, 0.0, 0.0)
+    name = max(layers, key=lambda layer: layers[layer].gini)
+    return name, LayerLoad(*map(max, zip(*layers.values())))
 
 
 class SamplingFloor(NamedTuple):

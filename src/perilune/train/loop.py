@@ -19,7 +19,7 @@ from perilune.data.packing import Batch
 from perilune.data.tokenizer import ByteBPE
 from perilune.models.k3 import K3Model, K3Output
 from perilune.nn import StatisticsPool
-from perilune.nn.load import LoadWindow, dead_experts, gini, max_violation
+from perilune.nn.load import LoadWindow, bias_drift, dead_experts, layer_load, worst
 from perilune.optim import PerHeadMuon, qk_clip_
 from perilune.train import state
 from perilune.train.checkpoint import Checkpoints
@@ -62,13 +62,22 @@ class Progress:
     max_violation: float
     dead: float
     """Share of all experts without a token."""
+    worst_dead: float
+    """The same, of the layer with most of them."""
+    worst_layer: str | None
+    """The one with the highest Gini."""
+    bias_drift: float
+    """How far the step moved the selection bias of the layer that it moved most; see `perilune.nn.load.bias_drift`."""
     lr: float
     seconds: float
     """Time the step took."""
 
     def line(self) -> dict[str, Any]:
         """As `metrics.jsonl` keeps it."""
-        names = ("step", "tokens", "lr", "losses", "grad_norm", "gini", "max_violation", "dead")
+        names = (
+            "step", "tokens", "lr", "losses", "grad_norm", "gini", "max_violation", "dead", "worst_dead", "worst_layer",
+            "bias_drift",
+        )  # fmt: skip
         values = {name: getattr(self, name) for name in names}
         return {**values, "stage": self.stage.name, "seconds": round(self.seconds, 4)}
 
@@ -111,6 +120,8 @@ class Trainer:
         """Sums what balancers observed over the ranks that train on other tokens; None where this process is alone.  It
         pools nothing else: gradients are for whoever lays out the ranks."""
         self.loads = {name: LoadWindow(run.load_window) for name in self.balancers}
+        self.bias_drift = dict.fromkeys(self.balancers, 0.0)
+        """By layer, how far the last step moved its selection bias."""
         self._ends = list(itertools.accumulate(stage.steps for stage in run.stages))
         self.steps_done = 0
         self.tokens_done = 0
@@ -180,6 +191,9 @@ class Trainer:
             gini=load["gini"],
             max_violation=load["max_violation"],
             dead=load["dead_experts"] / max(sum(b.num_experts for b in self.balancers.values()), 1),
+            worst_dead=load["worst_dead"],
+            worst_layer=load["worst_layer"],
+            bias_drift=max(self.bias_drift.values(), default=0.0),
             lr=self.optimizer.param_groups[0]["lr"],
             seconds=time.perf_counter() - start,
         )
@@ -236,15 +250,21 @@ class Trainer:
         return Update(losses=dict(zip(output.losses, losses)), grad_norm=grad_norm)
 
     def _balance(self) -> None:
-        """Moves the selection biases by what all ranks observed, and takes the loads to the CPU, all layers at once."""
+        """Moves the selection biases by what all ranks observed; takes them and the loads to the CPU, all at once."""
+        if not self.balancers:
+            return
+        balancers = self.balancers.values()
         if self.pool is not None:
             self.pool.sum_()
-        for balancer in self.balancers.values():
+        biases = [balancer.bias.clone() for balancer in balancers]
+        for balancer in balancers:
             balancer.update()
-        if self.balancers:
-            loads = torch.stack([balancer.loads for balancer in self.balancers.values()]).cpu()
-            for window, own in zip(self.loads.values(), loads):
-                window.add(own)
+        biases += [balancer.bias for balancer in balancers]
+        loads = torch.stack([balancer.loads for balancer in balancers]).cpu()
+        before, after = torch.stack(biases).cpu().chunk(2)
+        for name, own, old, new in zip(self.balancers, loads, before, after):
+            self.loads[name].add(own)
+            self.bias_drift[name] = bias_drift(old, new)
 
     def _discard(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -289,13 +309,19 @@ class Trainer:
             )
             attention.max_logits = None
 
-    def expert_load(self) -> dict[str, float]:
-        """The worst layer's figures over the last `load_window` steps, and the dead experts of all layers."""
-        loads = [window.total() for window in self.loads.values()]
+    def expert_load(self) -> dict[str, Any]:
+        """Over the last `load_window` steps: each figure of the layer where it is worst, the name of the one with the
+        highest Gini, the dead experts of all layers, and what every layer has."""
+        loads = {name: window.total() for name, window in self.loads.items()}
+        layers = {name: layer_load(own) for name, own in loads.items()}
+        name, highest = worst(layers)
         return {
-            "gini": max(map(gini, loads), default=0.0),
-            "max_violation": max(map(max_violation, loads), default=0.0),
-            "dead_experts": sum(map(dead_experts, loads)),
+            "gini": highest.gini,
+            "max_violation": highest.max_violation,
+            "worst_dead": highest.dead,
+            "worst_layer": name,
+            "dead_experts": sum(map(dead_experts, loads.values())),
+            "layers": {name: figures._asdict() for name, figures in layers.items()},
         }
 
     def checkpoint(self, checkpoints: Checkpoints) -> None:
