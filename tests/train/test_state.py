@@ -120,6 +120,16 @@ def test_another_model_does_not_fit(first, model, named):
     assert str(error.value).endswith("; give both the same configuration")
 
 
+def test_weights_alone_go_on_under_another_balancer(first):
+    made = begun(first[0] / "model", model={"balance": BalanceConfig(kind="sign", options={"step": 0.1})})
+    assert same_weights(made, first[1])
+    before = {name: balancer.bias.clone() for name, balancer in made.balancers.items()}
+    made.step(made.feed.next())
+    for name, balancer in made.balancers.items():
+        assert balancer.step == 0.1
+        assert not torch.equal(balancer.bias, before[name])
+
+
 def test_where_there_is_nothing_to_start_from(copy, tmp_path):
     assert starting_point(run()) is None
     with pytest.raises(CheckpointError, match="expected a run or a model to start from, found neither; check init"):

@@ -104,15 +104,16 @@ def start_from(trainer: "Trainer", folder: Path) -> None:
     Steps, rates and data begin anew.  Raises CheckpointError where the model's configuration is another.
     """
     there, here = K3Config.from_hf(read_config(folder)).to_dict(), trainer.run.model.to_dict()
+    weights_alone = not (folder / TENSORS).exists()
     for values in (there, here):
-        for name in NO_PART_OF_WEIGHTS:
+        for name in (*NO_PART_OF_WEIGHTS, *["balance"] * weights_alone):
             del values[name]
     if found := differences(here, there):
         raise CheckpointError(
             f"init: expected the model of {folder}, got {spell(found)}; give both the same configuration"
         )
     load_into(trainer.model, folder)
-    if not (folder / TENSORS).exists():
+    if weights_alone:
         log.info("%s: weights without an optimizer's state, which starts at zero", folder)
         return
     stored = _read_tensors(folder)
