@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.5
 LINE_SECONDS = 30.0
+PERILUNE = ("-c", "from perilune.cli.main import entry; entry()")
+"""What Python is given to run `perilune`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=at_least(1), default=3, help="how many of each, from seed 0 on (3)")
     parser.add_argument("--jobs", type=at_least(1), default=1, help="runs at a time, each on its share of cores (1)")
     parser.add_argument(
-        "--device", action="append", type=device_name, help="auto, cpu or cuda:N; several take turns (auto)"
+        "--device", action="append", type=device_name, help="auto, cpu or cuda:N; several share the runs (auto)"
     )
     parser.add_argument(
         "--out", type=Path, default=None, help="where the runs and compare.html go (runs/RECIPE-ablation)"
@@ -102,21 +104,32 @@ def check_kept(folder: Path, wanted: "Run") -> None:
             raise ConfigError(f"{folder}: expected the same run or none, got {spell(found)}; choose another --out")
 
 
-def train_all(commands: dict[Path, list[str]], jobs: int, devices: list[str], console: "Console") -> None:
-    """Runs the commands, `jobs` at a time; DataError once one has failed, after those at work have ended."""
+def train_all(
+    commands: dict[Path, list[str]],
+    jobs: int,
+    devices: list[str],
+    console: "Console",
+    program: Sequence[str] = PERILUNE,
+) -> None:
+    """Runs the commands, `jobs` at a time; DataError once one has failed, after those at work have ended.
+
+    Each goes where the fewest are at work.  `program`: what Python is given to run a command.
+    """
     waiting = deque(folder for folder in commands if not (folder / "result.json").exists())
     total, start = len(waiting), time.monotonic()
     if total < len(commands):
         console.print(f"{len(commands) - total} of {len(commands)} runs are finished already")
     active: dict[Path, subprocess.Popen[bytes]] = {}
+    places: dict[Path, str] = {}
     failed: list[Path] = []
     said = 0.0
     with stopped(active):
         while active or (waiting and not failed):
             while waiting and not failed and len(active) < jobs:
                 folder = waiting.popleft()
-                device = devices[(total - len(waiting) - 1) % len(devices)]
-                active[folder] = begin(folder, commands[folder], jobs, device)
+                taken = [places[other] for other in active]
+                places[folder] = min(devices, key=taken.count)
+                active[folder] = begin(folder, commands[folder], jobs, places[folder], program)
             time.sleep(POLL_SECONDS)
             for folder in [folder for folder, child in active.items() if child.poll() is not None]:
                 if active.pop(folder).returncode:
@@ -130,17 +143,18 @@ def train_all(commands: dict[Path, list[str]], jobs: int, devices: list[str], co
         raise DataError(f"{log}: expected a finished run, got {last_line(log)}; mend that, then give the command again")
 
 
-def begin(folder: Path, command: list[str], jobs: int, device: str) -> "subprocess.Popen[bytes]":
+def begin(
+    folder: Path, command: list[str], jobs: int, device: str, program: Sequence[str] = PERILUNE
+) -> "subprocess.Popen[bytes]":
     """Starts, or goes on with, one run in a process of its own; what it prints goes to a `.log` beside its folder."""
     words = ["train", "--resume", str(folder)] if (folder / "run.json").exists() else command
     threads = str(max(1, (os.cpu_count() or 1) // jobs))
     env = {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONUNBUFFERED": "1"}
-    program = "from perilune.cli.main import entry; entry()"
     log = folder.with_name(folder.name + ".log")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
         return subprocess.Popen(
-            [sys.executable, "-c", program, *words, "--device", device],
+            [sys.executable, *program, *words, "--device", device],
             env=env, stdout=output, stderr=output, process_group=0,  # `stopped` alone ends it: Ctrl-C would be a second
         )  # fmt: skip
 
