@@ -1,0 +1,219 @@
+"""The pictures as plotly figures, in the style of `perilune report`."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from experiments.balancing import synthetic
+from experiments.balancing.evidence import chosen_runs, rules_of, situations_of
+from perilune.nn.load import sampling_floor
+from perilune.report.draw import Figure, line
+from perilune.report.theme import DASHES, LIGHT, LINES, axis, colour, layout, titled
+
+FAMILIES = ("plain", "ema", "pooled", "both", "sign", "band")
+NAMED = {
+    "plain": "quantile, plain", "ema": "quantile, EMA", "pooled": "quantile, pooled (as shipped)",
+    "both": "quantile, pooled and EMA", "sign": "sign, best step", "band": "band",
+}  # fmt: skip
+FLOOR = "by chance alone"
+TIE = 1.03  # times the best is as good as that
+PANEL, GAP = 300, 0.09  # px of a panel's height with its axis; share of the width between two
+LEGEND, TITLE, LABELS = 58, 26, 48  # px above all, above a panel's plot, below it
+
+
+@dataclass(frozen=True)
+class Panel:
+    title: str
+    traces: list[dict[str, Any]]
+    xaxis: dict[str, Any] = field(default_factory=dict)
+    yaxis: dict[str, Any] = field(default_factory=dict)
+
+
+def grid(panels: Sequence[Panel], columns: int, height: int = PANEL) -> Figure:
+    """Panels side by side, row by row, under one legend."""
+    rows = -(-len(panels) // columns)
+    total = rows * height  # px that panels share
+    width = (1 - GAP * (columns - 1)) / columns
+    made: dict[str, Any] = {}
+    traces, titles, said = [], [], set()
+    for i, panel in enumerate(panels):
+        row, column = divmod(i, columns)
+        left = column * (width + GAP)
+        top, bottom = 1 - (row * height + TITLE) / total, 1 - ((row + 1) * height - LABELS) / total
+        suffix = "" if i == 0 else str(i + 1)
+        made[f"xaxis{suffix}"] = axis(domain=[left, left + width], anchor=f"y{suffix}") | panel.xaxis
+        made[f"yaxis{suffix}"] = axis(domain=[bottom, top], anchor=f"x{suffix}") | panel.yaxis
+        titles.append({
+            "text": panel.title, "xref": "paper", "yref": "paper", "x": left, "y": top, "xanchor": "left",
+            "yanchor": "bottom", "showarrow": False, "yshift": 4, "font": {"size": 13, "color": LIGHT["ink"]},
+        })  # fmt: skip
+        for trace in panel.traces:
+            group = trace.get("legendgroup")
+            shown = group is not None and group not in said
+            said.add(group)
+            traces.append(trace | {"xaxis": f"x{suffix}", "yaxis": f"y{suffix}", "showlegend": shown})
+    legend = {"orientation": "h", "x": 0, "y": 0.995, "yanchor": "top", "yref": "container", "font": {"size": 12}}
+    return {
+        "data": traces,
+        "layout": layout(
+            height=total + LEGEND, showlegend=True, legend=legend, annotations=titles,
+            margin={"l": 16, "r": 12, "t": LEGEND, "b": 0}, hovermode="closest", **made,
+        ),
+    }  # fmt: skip
+
+
+def styled(i: int) -> tuple[str, dict[str, Any]]:
+    """Colour and dash of the i-th curve; beyond six both differ from every other."""
+    return colour(i), {"dash": DASHES[i % len(DASHES)] if i < len(LINES) else DASHES[(i + 2) % len(DASHES)]}
+
+
+# the map
+
+
+def winners(evidence: dict[str, Any]) -> Figure:
+    """Who holds a router evenest, by tokens a step and experts; the text is the best's Gini, and what chance gives."""
+    panels = []
+    for key, what in (("step", "single steps"), ("window", "all judged steps together")):
+        for correlated in (False, True):
+            cells = [cell for cell in evidence["map"]["cells"] if cell["correlated"] == correlated]
+            kind = "four documents a step" if correlated else "independent tokens"
+            panels.append(Panel(f"{what}, {kind}", *map_panel(cells, key)))
+    figure = grid(panels, 2, height=400)
+    swatches = [
+        {"type": "scatter", "mode": "markers", "x": [None], "y": [None], "name": NAMED[family], "showlegend": True,
+         "marker": {"size": 12, "symbol": "square", "color": tint(i)}}
+        for i, family in enumerate(FAMILIES)
+    ]  # fmt: skip
+    return figure | {"data": [*figure["data"], *swatches]}
+
+
+def map_panel(cells: list[dict[str, Any]], key: str) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
+    experts = sorted({cell["experts"] for cell in cells})
+    tokens = sorted({cell["tokens"] for cell in cells})
+    z = [[0] * len(tokens) for _ in experts]
+    text = [[""] * len(tokens) for _ in experts]
+    for cell in cells:
+        row, column = experts.index(cell["experts"]), tokens.index(cell["tokens"])
+        found = dict(synthetic.families(cell, key))
+        order = sorted(found, key=lambda rule: found[rule])
+        z[row][column] = FAMILIES.index(order[0])
+        level = [rule for rule in order[1:] if found[rule] <= TIE * found[order[0]]]
+        also = "".join(f"<br>{'also ' if i == 0 else ''}{', '.join(level[i : i + 2])}" for i in range(0, len(level), 2))
+        text[row][column] = (
+            f"<b>{order[0]}</b> {found[order[0]]:.3f}<br>chance {cell['floor'][key]:.3f}{also}"
+        )  # fmt: skip
+    steps = [[bound, tint(i)] for i in range(len(FAMILIES)) for bound in (i / len(FAMILIES), (i + 1) / len(FAMILIES))]
+    heat = {
+        "type": "heatmap", "z": z, "zmin": -0.5, "zmax": len(FAMILIES) - 0.5, "colorscale": steps, "showscale": False,
+        "xgap": 3, "ygap": 3, "text": text, "texttemplate": "%{text}", "textfont": {"size": 11, "color": LIGHT["ink"]},
+        "hoverinfo": "skip",
+    }  # fmt: skip
+    tops = {cell["experts"]: cell["top_k"] for cell in cells}
+    xaxis = {"tickvals": list(range(len(tokens))), "ticktext": [f"{m:,}" for m in tokens], "showgrid": False}
+    names = [f"{E}, top-{tops[E]}" for E in experts]
+    yaxis = {"tickvals": list(range(len(experts))), "ticktext": names, "showgrid": False}
+    return [heat], xaxis | {"title": titled("tokens a step")}, yaxis
+
+
+def tint(i: int) -> str:
+    """A colour light enough to be written on."""
+    red, green, blue = (int(colour(i)[at : at + 2], 16) for at in (1, 3, 5))
+    return "#" + "".join(f"{round(255 - 0.45 * (255 - value)):02x}" for value in (red, green, blue))
+
+
+def small_steps(evidence: dict[str, Any]) -> Figure:
+    """Gini of single steps over their size, with the remedies and the floor of chance."""
+    panels = []
+    for experts in (64, 896):
+        for correlated in (False, True):
+            cells = sorted(
+                (c for c in evidence["map"]["cells"] if c["correlated"] == correlated and c["experts"] == experts),
+                key=lambda cell: cell["tokens"],
+            )
+            x = [cell["tokens"] for cell in cells]
+            traces = []
+            for i, family in enumerate(FAMILIES):
+                y = [dict(synthetic.families(cell, "step"))[family] for cell in cells]
+                stroke, dash = styled(i)
+                traces.append(line(x, y, NAMED[family], stroke, line=dash, mode="lines+markers"))
+            traces.append(floor(x, [cell["floor"]["step"] for cell in cells]))
+            kind = "four documents a step" if correlated else "independent tokens"
+            xaxis = {"type": "log", "tickvals": x, "ticktext": [f"{m:,}" for m in x], "title": titled("tokens a step")}
+            title = f"{experts} experts, top-{cells[0]['top_k']}, {kind}"
+            panels.append(Panel(title, traces, xaxis, ginis(y for trace in traces for y in trace["y"])))
+    return grid(panels, 2)
+
+
+def floor(x: Iterable[float], y: Iterable[float]) -> dict[str, Any]:
+    return line(x, y, FLOOR, LIGHT["soft"], line={"dash": "dot", "width": 1.6})
+
+
+def ginis(values: Iterable[float]) -> dict[str, Any]:
+    """A log axis of Gini with plain numbers."""
+    known = [value for value in values if value]
+    ticks = [t for t in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1) if 0.7 * min(known) <= t <= 1.3 * max(known)]
+    span = [math.log10(0.9 * min(known)), math.log10(1.1 * max(known))]
+    return {"type": "log", "tickvals": ticks, "ticktext": [f"{t:g}" for t in ticks], "range": span,
+            "title": titled("Gini")}  # fmt: skip
+
+
+def mending(evidence: dict[str, Any]) -> Figure:
+    """How a skewed router of 896 experts comes right, update by update, and how many experts are dead meanwhile."""
+    found = evidence["map"]["mending"]
+    router = found["router"]
+    level = sampling_floor(router["tokens"] * router["top_k"] / router["experts"], router["experts"]).gini
+    ticks = (0, 1, 2, 5, 10, 20, 60)
+    xaxis = {
+        "type": "log", "tickvals": [1 + t for t in ticks], "ticktext": [str(t) for t in ticks],
+        "title": titled("updates"), "range": [0, math.log10(61)],
+    }  # fmt: skip
+    panels = []
+    for skew, rules in found["skews"].items():
+        curves: dict[str, list[dict[str, Any]]] = {"gini": [], "dead": []}
+        for i, (name, values) in enumerate(rules.items()):
+            stroke, dash = styled(i)
+            x = [1 + updates for updates in range(len(values["gini"]))]
+            for figure, traces in curves.items():
+                traces.append(line(x, values[figure], NAMED.get(name, name), stroke, line=dash))
+        uneven = [*curves["gini"], floor([1, 61], [level, level])]
+        yaxis = ginis(y for trace in uneven for y in trace["y"])
+        panels.append(Panel(f"Gini of a step's loads, a = {skew}", uneven, xaxis, yaxis))
+        panels.append(Panel(f"experts without a token, a = {skew}", curves["dead"], xaxis, {"rangemode": "tozero"}))
+    return grid(panels, 2)
+
+
+# trained models
+
+
+def trained(found: dict[str, Any]) -> Figure:
+    """Worst layer's Gini of single steps over the run, a panel a situation; means over seeds."""
+    panels = []
+    for situation in situations_of(found):
+        traces = []
+        for i, rule in enumerate(rules_of(found)):
+            curves = [run["curve"] for run in chosen_runs(found, situation, rule)]
+            if curves:
+                mean = [sum(values) / len(values) for values in zip(*curves)]
+                stroke, dash = styled(i)
+                traces.append(line(range(1, len(mean) + 1), mean, rule, stroke, line=dash))
+        steps = found["steps"]
+        traces.append(floor([1, steps], [found["floor"]["step"]] * 2))
+        if situation == "shift":
+            mark = {"dash": "dash", "width": 1}
+            traces.append(line([steps / 2 + 0.5] * 2, [0, 1], "from prose to code", LIGHT["soft"], line=mark))
+        panels.append(Panel(situation, traces, {"title": titled("step")}, {"range": [0, 1], "title": titled("Gini")}))
+    return grid(panels, len(panels), height=340)
+
+
+def figures(evidence: dict[str, Any]) -> dict[str, tuple[str, Figure]]:
+    """Everything there is to draw: title and figure by the picture's name."""
+    found: dict[str, tuple[str, Figure]] = {}
+    if evidence["map"]:
+        found["map"] = ("Who holds a router evenest", winners(evidence))
+        found["small-steps"] = ("What helps where steps are small", small_steps(evidence))
+        found["mending"] = ("896 experts from a skewed start", mending(evidence))
+    for name, scale in evidence["scales"].items():
+        title = f"{scale['experts']} experts, top-{scale['top_k']}: Gini of single steps, worst layer"
+        found[name] = (title, trained(scale))
+    return found
