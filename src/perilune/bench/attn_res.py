@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import product
 from math import inf, isfinite
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from perilune.bench.case import DEVICE, Sheet
 from perilune.bench.meter import Meter
+from perilune.bench.progress import Steps, Tell, quiet
 from perilune.ops import attn_res
 from perilune.ops.attn_res import reference
 from perilune.ops.attn_res.api import BACKENDS
@@ -61,20 +63,24 @@ class Comparison(Sheet):
     device: torch.device = DEVICE
     meter: Meter = field(default_factory=Meter)
 
-    def run(self) -> dict[str, Any]:
+    def run(self, tell: Tell = quiet) -> dict[str, Any]:
         result: dict[str, Any] = {"name": self.name, "title": self.title, "check": "passed", "passed": True}
         result |= {"errors": {}, "times": [], "skipped": ""}
         query, key_weight, sources, _ = make(self.checked[0], self.device)
         if reason := BACKENDS.choice(query, sources, key_weight, EPS, None, EPS)[1].get("triton"):
             return result | {"skipped": f"triton: {reason}"}
+        steps = Steps(tell, len(self.mixers) * (1 + len(self.shapes)))
         for label, mixer in self.mixers.items():
+            steps.next(f"checking {label}")
             errors = check(mixer, self.checked, self.device)
             result["errors"][label] = errors
             wrong = [f"{name} of {label} is off by {off:.1e}" for name, off in errors.items() if off > ALLOWED[name]]
             if wrong and result["passed"]:
                 result |= {"check": f"failed: {wrong[0]} of its size", "passed": False}
         if result["passed"]:
-            result["times"] = [self.time(shape, label) for shape in self.shapes for label in self.mixers]
+            for shape, label in product(self.shapes, self.mixers):
+                steps.next(f"timing {label}, {shape.N} x {shape.R} x {shape.D}")
+                result["times"].append(self.time(shape, label))
         return result
 
     def time(self, shape: Shape, label: str) -> dict[str, Any]:

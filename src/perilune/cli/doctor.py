@@ -99,15 +99,6 @@ def _kda_decode(device: "torch.device") -> tuple[tuple[Any, ...], dict[str, Any]
     return (z.new_zeros(1, 1, 384), z, z[..., 0], z, pool, slots, weights, False, None), {}
 
 
-def _grouped_experts(device: "torch.device") -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A token in bf16, through one of two experts."""
-    import torch
-
-    x = torch.zeros(1, 128, dtype=torch.bfloat16, device=device)
-    w = x.new_zeros(2, 128, 128)
-    return (x, w, w, w, torch.zeros(1, 1, dtype=torch.int64, device=device), torch.ones(1, 1, device=device)), {}
-
-
 def _attn_res(device: "torch.device") -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A few tokens and two sources in bf16."""
     import torch
@@ -157,7 +148,6 @@ USUAL: "dict[str, Callable[[torch.device], tuple[tuple[Any, ...], dict[str, Any]
     "grouped_experts": _grouped_experts,
     "kda": _kda,
     "kda_decode": _kda_decode,
-    "grouped_experts": _grouped_experts,
     "score_histogram": _score_histogram,
     "quantile_bias": _quantile_bias,
 }
