@@ -132,7 +132,8 @@ def scale_table(evidence: dict[str, Any], name: str) -> str:
         f"{trained['floor']['step']:.3f} a step and {trained['floor']['window']:.3f} over {trained['window']}. "
         f"{len({run['seed'] for run in trained['runs']})} seed(s). {machine_line(trained['machine'])}"
     )
-    return f"{model}\n\n{markdown(head, rows)}"
+    picture = f"![Gini of single steps over training, by situation](images/balancing-{name}.png)"
+    return f"{picture}\n\n{model}\n\n{markdown(head, rows)}"
 
 
 def told(rule: str, situation: str, chosen: dict[str, Any]) -> str:

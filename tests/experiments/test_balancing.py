@@ -292,7 +292,8 @@ def test_the_page_takes_tables_from_the_figures_alone(home):
     text = "a\n<!-- table: scale tiny -->\nold\n<!-- end -->\nb\n<!-- table: mending -->\n<!-- end -->\n"
     filled = page.filled(text, found)
     assert "old" not in filled
-    assert filled.startswith("a\n<!-- table: scale tiny -->\n16 experts, top-2")
+    assert filled.startswith("a\n<!-- table: scale tiny -->\n![Gini")
+    assert "\n16 experts, top-2, 2 MoE layers" in filled
     assert "*Not run yet.*" in filled
     assert page.filled(filled, found) == filled
     with pytest.raises(DataError, match="expected one of claims, "):
