@@ -683,6 +683,7 @@ def test_tensorboard_gets_what_the_metrics_get(nano, whole, monkeypatch):
     events.Reload()
     losses = {f"loss/{name}" for name in lines(whole)[0]["losses"]}
     others = {"lr", "grad_norm", "gini", "max_violation", "dead", "tokens", "step", "seconds"}
+    others |= {"worst_dead", "bias_drift"}
     assert set(events.Tags()["scalars"]) == losses | others
     for tag, value in (("loss/next_token", lambda line: line["losses"]["next_token"]), ("lr", lambda line: line["lr"])):
         scalars = events.Scalars(tag)
