@@ -31,7 +31,7 @@ def small(**changes):
     options = {
         "shapes": (Shape(3, 20, 16),),
         "checked": (Shape(4, 30, 16), Shape(2, 5, 24)),
-        "mixers": {"perilune": CHUNKED, "equation": partial(attn_res, backend="reference")},
+        "contenders": {"perilune": CHUNKED, "equation": partial(attn_res, backend="reference")},
         "device": torch.device("cpu"),
         "meter": Told(),
     }
@@ -61,7 +61,7 @@ def test_what_is_right_is_timed(capsys):
 
 @pytest.mark.usefixtures("served")
 def test_what_is_wrong_is_not(capsys):
-    case = small(mixers={"perilune": lambda *arguments: CHUNKED(*arguments) * 1.1})
+    case = small(contenders={"perilune": lambda *arguments: CHUNKED(*arguments) * 1.1})
     result = case.run()
     assert not result["passed"]
     assert result["times"] == []

@@ -1,19 +1,17 @@
 """Attention residuals on a GPU: this library's kernels, its plain torch, and the equation under `torch.compile`."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import product
-from math import inf, isfinite
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from rich.table import Column, Table
+from rich.table import Table
 from torch import Tensor
 
-from perilune.bench.case import DEVICE, Sheet
+from perilune.bench.case import DEVICE
+from perilune.bench.contest import Contest, error, table_of
 from perilune.bench.meter import Meter
-from perilune.bench.progress import Steps, Tell, quiet
 from perilune.ops import attn_res
 from perilune.ops.attn_res import reference
 from perilune.ops.attn_res.api import BACKENDS
@@ -42,6 +40,9 @@ class Shape:
     R: int
     D: int
 
+    def __str__(self) -> str:
+        return f"{self.N} x {self.R} x {self.D}"
+
     @property
     def forward_ms(self) -> float:
         """The sources read, the mixture written, once each."""
@@ -54,40 +55,29 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Comparison(Sheet):
+class Comparison(Contest):
+    allowed: ClassVar[Mapping[str, float]] = ALLOWED
     name: str = "attn_res"
     title: str = "attention residuals, bf16"
     shapes: Sequence[Shape] = (Shape(9, 8192, 7168), Shape(9, 32768, 2048), Shape(2, 8192, 7168), Shape(16, 8192, 7168))
     checked: Sequence[Shape] = (Shape(9, 300, 7168), Shape(5, 1000, 2048), Shape(2, 77, 1000))
-    mixers: dict[str, Mixer] = field(default_factory=lambda: dict(MIXERS))
+    contenders: dict[str, Mixer] = field(default_factory=lambda: dict(MIXERS))
     device: torch.device = DEVICE
     meter: Meter = field(default_factory=Meter)
 
-    def run(self, tell: Tell = quiet) -> dict[str, Any]:
-        result: dict[str, Any] = {"name": self.name, "title": self.title, "check": "passed", "passed": True}
-        result |= {"errors": {}, "times": [], "skipped": ""}
+    def refused(self) -> str:
         query, key_weight, sources, _ = make(self.checked[0], self.device)
-        if reason := BACKENDS.choice(query, sources, key_weight, EPS, None, EPS)[1].get("triton"):
-            return result | {"skipped": f"triton: {reason}"}
-        steps = Steps(tell, len(self.mixers) * (1 + len(self.shapes)))
-        for label, mixer in self.mixers.items():
-            steps.next(f"checking {label}")
-            errors = check(mixer, self.checked, self.device)
-            result["errors"][label] = errors
-            wrong = [f"{name} of {label} is off by {off:.1e}" for name, off in errors.items() if off > ALLOWED[name]]
-            if wrong and result["passed"]:
-                result |= {"check": f"failed: {wrong[0]} of its size", "passed": False}
-        if result["passed"]:
-            for shape, label in product(self.shapes, self.mixers):
-                steps.next(f"timing {label}, {shape.N} x {shape.R} x {shape.D}")
-                result["times"].append(self.time(shape, label))
-        return result
+        reason = BACKENDS.choice(query, sources, key_weight, EPS, None, EPS)[1].get("triton")
+        return f"triton: {reason}" if reason else ""
+
+    def errors(self, label: str) -> dict[str, float]:
+        return check(self.contenders[label], self.checked, self.device)
 
     def time(self, shape: Shape, label: str) -> dict[str, Any]:
         """Medians of inference and of training, and what either holds beyond inputs at its peak."""
         tensors = make(shape, self.device)
-        forward = partial(self.mixers[label], tensors[0], tensors[2], tensors[1])
-        both = partial(forward_backward, self.mixers[label], tensors)
+        forward = partial(self.contenders[label], tensors[0], tensors[2], tensors[1])
+        both = partial(forward_backward, self.contenders[label], tensors)
         row: dict[str, Any] = asdict(shape) | {"label": label}
         for name, call, floor in (("forward", forward, shape.forward_ms), ("both", both, shape.both_ms)):
             with torch.set_grad_enabled(name == "both"):
@@ -96,22 +86,15 @@ class Comparison(Sheet):
             row[name] = {"ms": ms, "floor_ms": floor, "ratio": ms / floor, "bytes": held}
         return row
 
-    def parts(self, result: dict[str, Any]) -> Iterator[Table | str]:
-        if result["skipped"] or not result["passed"]:
-            yield f"{self.name}: {result['skipped'] or 'check ' + result['check']}\nnot timed"
-            return
-        errors = table("largest errors, thousandths of the norm", "", *ALLOWED)
-        for label, by_name in [*result["errors"].items(), ("allowed", ALLOWED)]:
-            errors.add_row(label, *(f"{1e3 * by_name[name]:.1f}" for name in ALLOWED))
-        yield errors
+    def times_table(self, times: Sequence[dict[str, Any]]) -> Table:
         heads = (f"{what} {unit}" for what in ("fwd", "f+b") for unit in ("ms", "floor", "ratio", "MiB"))
-        times = table(f"{self.title}: medians; floor: bytes at {BYTES_PER_MS / 1e9:g} TB/s", "N x R x D", *heads)
-        for row in result["times"]:
+        table = table_of(f"{self.title}: medians; floor: bytes at {BYTES_PER_MS / 1e9:g} TB/s", "N x R x D", *heads)
+        for row in times:
             cells: list[str] = []
             for x in (row["forward"], row["both"]):
                 cells += [f"{x['ms']:.3f}", f"{x['floor_ms']:.3f}", f"{x['ratio']:.2f}", f"{x['bytes'] / MIB:,.0f}"]
-            times.add_row(f"{row['N']} x {row['R']} x {row['D']}, {row['label']}", *cells)
-        yield times
+            table.add_row(f"{row['N']} x {row['R']} x {row['D']}, {row['label']}", *cells)
+        return table
 
 
 def make(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
@@ -141,11 +124,5 @@ def check(mixer: Mixer, shapes: Sequence[Shape], device: torch.device) -> dict[s
         got = forward_backward(mixer, (query, key_weight, sources, dout))
         for i, (x, exact) in enumerate(zip(got, expected)):
             name = list(ALLOWED)[min(i, 3)]
-            off = float((x.double() - exact).norm() / exact.norm())
-            errors[name] = max(errors[name], off if isfinite(off) else inf)
+            errors[name] = max(errors[name], error(x, exact))
     return errors
-
-
-def table(title: str, first: str, *others: str) -> Table:
-    """Names to the left, figures to the right."""
-    return Table(Column(first, no_wrap=True), *(Column(head, justify="right") for head in others), title=title)

@@ -1,19 +1,17 @@
 """The routed experts on a GPU: this library's kernels against the same layer composed of torch's grouped products."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import product
-from math import inf, isfinite
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from rich.table import Column, Table
+from rich.table import Table
 from torch import Tensor
 
-from perilune.bench.case import DEVICE, Sheet
+from perilune.bench.case import DEVICE
+from perilune.bench.contest import Contest, error, table_of
 from perilune.bench.meter import Meter
-from perilune.bench.progress import Steps, Tell, quiet
 from perilune.ops import grouped_experts
 from perilune.ops.grouped_experts.api import BACKENDS
 
@@ -33,6 +31,9 @@ class Shape:
     D: int
     F: int
 
+    def __str__(self) -> str:
+        return f"{self.E} experts"
+
     @property
     def flops(self) -> int:
         """Of the three products of the forward; a backward has twice as many."""
@@ -40,7 +41,8 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Comparison(Sheet):
+class Comparison(Contest):
+    allowed: ClassVar[Mapping[str, float]] = ALLOWED
     name: str = "experts"
     title: str = "routed experts, bf16"
     shapes: Sequence[Shape] = (Shape(896, 8192, 16, 1024, 1024), Shape(128, 8192, 16, 1024, 1024))
@@ -50,26 +52,13 @@ class Comparison(Sheet):
     device: torch.device = DEVICE
     meter: Meter = field(default_factory=Meter)
 
-    def run(self, tell: Tell = quiet) -> dict[str, Any]:
-        result: dict[str, Any] = {"name": self.name, "title": self.title, "check": "passed", "passed": True}
-        result |= {"errors": {}, "times": [], "skipped": ""}
+    def refused(self) -> str:
         arguments = make(self.checked[0], self.device)[:-1]
-        for backend in self.contenders.values():
-            if reason := BACKENDS.choice(*arguments)[1].get(backend):
-                return result | {"skipped": f"{backend}: {reason}"}
-        steps = Steps(tell, len(self.contenders) * (1 + len(self.shapes)))
-        for label, backend in self.contenders.items():
-            steps.next(f"checking {label}")
-            errors = check(backend, self.checked, self.device)
-            result["errors"][label] = errors
-            wrong = [f"{name} of {label} is off by {off:.1e}" for name, off in errors.items() if off > ALLOWED[name]]
-            if wrong and result["passed"]:
-                result |= {"check": f"failed: {wrong[0]} of its size", "passed": False}
-        if result["passed"]:
-            for shape, label in product(self.shapes, self.contenders):
-                steps.next(f"timing {label}, {shape.E} experts")
-                result["times"].append(self.time(shape, label))
-        return result
+        reasons = BACKENDS.choice(*arguments)[1]
+        return next((f"{x}: {reasons[x]}" for x in self.contenders.values() if reasons.get(x)), "")
+
+    def errors(self, label: str) -> dict[str, float]:
+        return check(self.contenders[label], self.checked, self.device)
 
     def time(self, shape: Shape, label: str) -> dict[str, Any]:
         """Medians of inference and of training, and what either holds beyond inputs at its peak."""
@@ -83,21 +72,14 @@ class Comparison(Sheet):
                 row[name] = {"ms": ms, "tflops": flops / ms / 1e9, "bytes": self.meter.peak(call) - self.meter.held()}
         return row
 
-    def parts(self, result: dict[str, Any]) -> Iterator[Table | str]:
-        if result["skipped"] or not result["passed"]:
-            yield f"{self.name}: {result['skipped'] or 'check ' + result['check']}\nnot timed"
-            return
-        errors = table("largest errors, thousandths of the norm", "", *ALLOWED)
-        for label, by_name in [*result["errors"].items(), ("allowed", ALLOWED)]:
-            errors.add_row(label, *(f"{1e3 * by_name[name]:.1f}" for name in ALLOWED))
-        yield errors
+    def times_table(self, times: Sequence[dict[str, Any]]) -> Table:
         heads = (f"{what} {unit}" for what in ("fwd", "f+b") for unit in ("ms", "TFLOP/s", "MiB"))
-        times = table(f"{self.title}: medians; memory beyond the inputs", "experts x rows", *heads)
-        for row in result["times"]:
+        table = table_of(f"{self.title}: medians; memory beyond the inputs", "experts x rows", *heads)
+        for row in times:
             figures = (row[what] for what in ("forward", "both"))
             cells = [(f"{x['ms']:.2f}", f"{x['tflops']:.0f}", f"{x['bytes'] / MIB:,.0f}") for x in figures]
-            times.add_row(f"{row['E']} x {row['M'] * row['top_k']}, {row['label']}", *cells[0], *cells[1])
-        yield times
+            table.add_row(f"{row['E']} x {row['M'] * row['top_k']}, {row['label']}", *cells[0], *cells[1])
+        return table
 
 
 def make(shape: Shape, device: torch.device) -> tuple[Tensor, ...]:
@@ -127,11 +109,5 @@ def check(backend: str, shapes: Sequence[Shape], device: torch.device) -> dict[s
         wide = [x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in tensors]
         expected = forward_backward("reference", wide)
         for name, x, exact in zip(ALLOWED, forward_backward(backend, tensors), expected):
-            off = float((x.double() - exact).norm() / exact.norm())
-            errors[name] = max(errors[name], off if isfinite(off) else inf)
+            errors[name] = max(errors[name], error(x, exact))
     return errors
-
-
-def table(title: str, first: str, *others: str) -> Table:
-    """Names to the left, figures to the right."""
-    return Table(Column(first, no_wrap=True), *(Column(head, justify="right") for head in others), title=title)

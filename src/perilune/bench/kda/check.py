@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
-from math import inf, isfinite
 
 import torch
 from torch import Tensor
 
+from perilune.bench.contest import error
 from perilune.bench.kda.contenders import Contender
 from perilune.bench.kda.problem import INPUTS, REGIMES, Problem, Shape, forward_backward, make, ours
 from perilune.bench.progress import Steps, quiet
@@ -40,11 +40,6 @@ class Verdict:
             self.errors[name] = max(off, self.errors.get(name, 0.0))
             if off > ALLOWED[name] and not self.failed:
                 self.failed = f"{name} is off by {off:.1e} of its size, allowed {ALLOWED[name]:.1e} ({where})"
-
-
-def error(x: Tensor, exact: Tensor) -> float:
-    off = float((x.double() - exact).norm() / exact.norm())
-    return off if isfinite(off) else inf
 
 
 def check(

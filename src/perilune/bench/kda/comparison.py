@@ -7,9 +7,10 @@ from math import isfinite
 from typing import Any
 
 import torch
-from rich.table import Column, Table
+from rich.table import Table
 
 from perilune.bench.case import DEVICE, Sheet
+from perilune.bench.contest import table_of
 from perilune.bench.kda import decode
 from perilune.bench.kda.check import ALLOWED, SHAPES, Verdict, check, reason
 from perilune.bench.kda.contenders import CONTENDERS, Contender
@@ -165,11 +166,6 @@ def steps_table(steps: list[dict[str, Any]]) -> Table:
         rate = row["state_bytes"] / max(row["ms"].values()) / 1e9
         table.add_row(f"{row['N']} x {row['H']}", *(f"{1e3 * ms:.1f}" for ms in row["ms"].values()), f"{rate:.2f}")
     return table
-
-
-def table_of(title: str, first: str, *others: str) -> Table:
-    """Names to the left, figures to the right."""
-    return Table(Column(first, no_wrap=True), *(Column(head, justify="right") for head in others), title=title)
 
 
 def shape_of(row: dict[str, Any]) -> str:

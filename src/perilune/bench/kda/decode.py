@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from perilune.bench.kda.check import error
+from perilune.bench.contest import error
 from perilune.bench.kda.problem import REGIMES, gate_logits
 from perilune.ops import BoundedGate, KdaPool, KdaWeights, kda_decode
 

@@ -4,7 +4,8 @@ from functools import partial
 
 import torch
 
-from perilune.bench.kda.check import ALLOWED, error
+from perilune.bench.contest import error
+from perilune.bench.kda.check import ALLOWED
 from perilune.bench.kda.problem import INPUTS, REGIMES, Shape, forward_backward, make, ours
 from perilune.bench.progress import Steps, quiet
 
