@@ -202,13 +202,19 @@ def grads(
 
 
 def _of_heads(heads: slice, *tensors: Tensor | None) -> list[Any]:
-    """Views of the tensors [B, T, H, ...]."""
-    return [None if x is None else x[:, :, heads] for x in tensors]
+    """Views of the tensors [B, T, H, ...]; of all heads the tensors themselves, for views take the host time."""
+    return [x if x is None or _all(heads, x.shape[2]) else x[:, :, heads] for x in tensors]
 
 
 def _gates_of(heads: slice, gates: Gates) -> Gates:
     A_log, dt_bias = gates
-    return (None, None) if A_log is None or dt_bias is None else (A_log[heads], dt_bias[heads])
+    if A_log is None or dt_bias is None or _all(heads, len(A_log)):
+        return gates
+    return A_log[heads], dt_bias[heads]
+
+
+def _all(heads: slice, H: int) -> bool:
+    return heads.indices(H) == (0, H, 1)
 
 
 def _narrowed(how: dict[str, int], **widths: int) -> dict[str, int]:
