@@ -71,6 +71,21 @@ def test_what_triton_compiles_anew_is_compiled_anew(args, constants, kernel):
     assert not kernel.ran
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_descriptors_are_told_apart_by_their_tiles(known, kernel):
+    """By what they say of themselves or, where they say nothing, by what they are."""
+
+    def descriptor(*block_shape):
+        kind = {"kind": (X.dtype, *block_shape)} if known else {}
+        return SimpleNamespace(base=X, block_shape=list(block_shape), layout="layout", **kind)
+
+    launch = Launcher(kernel)
+    for blocks in ((64, 64), (64, 128), (64, 64)):
+        launch[5,](descriptor(*blocks), 32, 0.5, None, 7, W=8)
+    assert len(kernel.compiled) == 2
+    assert len(kernel.ran) == 1
+
+
 def test_profilers_see_every_launch(kernel, monkeypatch):
     monkeypatch.setattr(launcher.knobs.runtime.launch_enter_hook, "calls", [print])
     launch = Launcher(kernel)

@@ -6,6 +6,7 @@ it is.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -21,29 +22,27 @@ class Launcher:
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
-        self.forms: dict[tuple[Any, ...], Any] = {}
+        self.forms: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+        self.fixed = [i for i, parameter in enumerate(getattr(kernel, "params", ())) if parameter.is_constexpr]
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        def launch(*args: Any, **constants: Any) -> None:
-            if not isinstance(self.kernel, JITFunction) or observed():  # interpreted, there is nothing to save
-                self.kernel[grid](*args, **constants)
-            else:
-                self._launch(grid, args, constants)
+        if not isinstance(self.kernel, JITFunction) or observed():  # interpreted, there is nothing to save
+            return self.kernel[grid]
+        return partial(self._launch, grid)
 
-        return launch
-
-    def _launch(self, grid: tuple[int], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    def _launch(self, grid: tuple[int], *args: Any, **constants: Any) -> None:
         device = driver.active.get_current_device()
-        parameters = self.kernel.params
-        kinds = (x if parameter.is_constexpr else kind(x) for x, parameter in zip(args, parameters))
-        key = (device, *kinds, *constants.items())
-        form = self.forms.get(key)
-        if form is None:
-            self.forms[key] = self.kernel[grid](*args, **constants)  # compiles, and launches
+        values, kinds = seen(args)
+        key = (device, *kinds, *[args[i] for i in self.fixed if i < len(args)], *constants.items())
+        found = self.forms.get(key)
+        if found is None:
+            named = tuple(constants[parameter.name] for parameter in self.kernel.params[len(args) :])
+            self.forms[key] = self.kernel[grid](*args, **constants), named  # compiles, and launches
             return
+        form, named = found
         form.run(
             grid[0], 1, 1, driver.active.get_current_stream(device), form.function, form.packed_metadata,
-            None, None, None, *args, *(constants[parameter.name] for parameter in parameters[len(args) :]),
+            None, None, None, *values, *named,
         )  # fmt: skip
 
 
@@ -52,15 +51,28 @@ def observed() -> bool:
     return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
 
 
-def kind(x: Any) -> Any:
-    """What a form depends on: a tensor's dtype and alignment, what Triton sees of an integer, a descriptor's tiles, and
-    all of a tuple's items."""
-    if isinstance(x, Tensor):
-        return x.dtype, x.data_ptr() % 16 == 0
-    if isinstance(x, int):
-        return type(x), x == 1, x % 16 == 0, -(1 << 31) <= x < 1 << 31
-    if x is None or isinstance(x, float):
-        return type(x)
-    if isinstance(x, tuple):
-        return tuple(map(kind, x))
-    return type(x), x.base.dtype, tuple(x.block_shape), getattr(x, "layout", None)
+def seen(args: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
+    """What a launch is given: addresses instead of tensors, which takes the driver less time; and what a form depends
+    on: a tensor's dtype and alignment, what Triton sees of an integer, a descriptor's tiles, all of a tuple's items."""
+    values, kinds = list(args), []
+    for i, x in enumerate(args):
+        of = type(x)
+        if of is int:
+            kinds.append((x & 15 == 0, x == 1, -(1 << 31) <= x < 1 << 31))
+        elif isinstance(x, Tensor):
+            at = x.data_ptr()
+            kinds.append((x.dtype, at & 15 == 0))
+            if x.is_cuda:  # Triton refuses others
+                values[i] = at
+        elif isinstance(x, tuple):
+            kinds.append(tuple(seen(x)[1]))
+        elif x is None or of is float or of is bool:
+            kinds.append(of)
+        else:
+            kinds.append(getattr(x, "kind", None) or tiles(x))
+    return values, kinds
+
+
+def tiles(x: Any) -> tuple[Any, ...]:
+    """What a form depends on of a descriptor that has no `kind` itself."""
+    return type(x), x.base.dtype, *x.block_shape, getattr(x, "layout", None)

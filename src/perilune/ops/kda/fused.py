@@ -9,6 +9,7 @@ backward takes some of the heads after the others (`turns`).  The kernels are im
 """
 
 import os
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -57,14 +58,16 @@ def fused(
 
     K, V = q.shape[3], v.shape[3]
     narrow = (served(K), served(V)) != (K, V)
-    q, k, g, v = (*(_widened(x, served(K)) for x in (q, k, g)), _widened(v, served(V)))
+    if narrow:
+        q, k, g, v = (*(_widened(x, served(K)) for x in (q, k, g)), _widened(v, served(V)))
     plan = Plan.of(q, scale, gate, normalize_qk, beta_logits, hopper)
     size = kept(q.shape[2], q.shape[3], v.shape[3], plan)
     chunks = chunks_of(q.shape[0], q.shape[1], cu, plan.chunk, programs(*v.shape[2:]), q.device, size)
     if initial_state is None:
         sequences = len(chunks.sequences) - 1
         initial_state = q.new_zeros(sequences, *q.shape[2:], v.shape[3], dtype=torch.float32)
-    initial_state = _widened(initial_state, served(V), served(K) - initial_state.shape[2])
+    elif narrow:
+        initial_state = _widened(initial_state, served(V), served(K) - K)
     gates: tuple[Tensor | None, Tensor | None] = (None, None)
     if gate is not None:
         gates = (gate.A_log.contiguous(), _widened(gate.dt_bias, served(K)).contiguous())
@@ -150,7 +153,7 @@ class _Fused(torch.autograd.Function):
         *entering, final = states
         ctx.save_for_backward(q, k, v, z, beta, A_log, dt_bias, maps, o, *entering)
         ctx.plan, ctx.chunks, ctx.state_dtype = plan, chunks, initial.dtype
-        return o, final[chunks.lasts] if chunks.split else final
+        return o, _at(final, chunks.lasts, -1, chunks)
 
     @staticmethod
     @first_order
@@ -164,15 +167,17 @@ class _Fused(torch.autograd.Function):
         dstate, summands = dfinal.float(), []
         for part, entering in zip(reversed(chunks.stretches), reversed(states)):
             parts = []
-            for heads in turns_of(v, q.shape[3], plan, part):
+            turns = turns_of(v, q.shape[3], plan, part)
+            for heads in turns:
+                of_heads = partial(_of_heads, heads=heads if len(turns) > 1 else None)
                 records = prepare(q, k, z, beta, gates, plan, part, heads)
                 n, H, C, K = records.k_since.shape
                 flow = Flow.empty(n, H, C, K, v.shape[3], plan.dtype, q.device)
-                scan(records, v, entering[:, heads].contiguous(), plan, part, flow=flow, heads=heads)
-                leaving = dstate[:, heads].contiguous()
+                scan(records, v, of_heads(entering), plan, part, flow=flow, heads=heads)
+                leaving = of_heads(dstate)
                 if chunks.split:
                     made = reverse_scan(records, do, None, plan, part, heads=heads)
-                    leaving = at_borders(maps[:, heads].contiguous(), made, leaving, part, reverse=True)
+                    leaving = at_borders(of_heads(maps), made, leaving, part, reverse=True)
                 leaving = reverse_scan(records, do, leaving, plan, part, flow, heads)
                 rows = records.strength, records.q_norm, records.k_norm
                 del records  # a third of the memory, as the gradients are about to take theirs
@@ -182,12 +187,24 @@ class _Fused(torch.autograd.Function):
                 del flow
             dstate, *joined = (_joined(x, 1) for x in zip(*parts))
             summands.append(joined)
-        dinitial = dstate[chunks.firsts] if chunks.split else dstate
+        dinitial = _at(dstate, chunks.firsts, 0, chunks)
         dbias, drate = (_joined(x[::-1], 0) for x in zip(*summands))
         dgates = (None, None)
         if A_log is not None and dt_bias is not None:
             dgates = (drate.sum((0, 2)).to(A_log.dtype), dbias.sum(0).to(dt_bias.dtype))  # type: ignore[assignment]
         return *dinputs, *dgates, dinitial.to(ctx.state_dtype), None, None
+
+
+def _of_heads(states: Tensor, heads: slice | None) -> Tensor:
+    """[N, H, K, V] of some heads, or all, in one piece."""
+    return (states if heads is None else states[:, heads]).contiguous()
+
+
+def _at(states: Tensor, segments: Tensor, only: int, chunks: "Chunks") -> Tensor:
+    """Of states [segments, H, K, V] those at one segment of every sequence; `only`: where there is a single one."""
+    if not chunks.split:
+        return states
+    return states[segments] if len(segments) > 1 else states[only].clone()[None]  # which takes the host less time
 
 
 def _joined(tensors: tuple[Tensor, ...], dim: int) -> Tensor:

@@ -15,7 +15,7 @@ FIRST = 1.25  # of a program that passes a chunk for what its segment makes of a
 BORDER = 3.0  # of a segment, to join it to the one before
 BEGIN = 20.0  # of the kernels that splitting adds
 
-LARGE = 5 << 27  # bytes that a backward pass keeps which are worth a turn
+LARGE = 7 << 27  # bytes that a backward pass keeps which are worth a turn
 TURNS = 4  # along the sequences, for which the states in between are kept; and by heads
 BUSY = 2 / 3  # of the processors, at least, in every turn
 

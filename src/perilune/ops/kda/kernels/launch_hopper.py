@@ -103,7 +103,7 @@ class Rows(TensorDescriptor):
     """A descriptor of what is known to be right: to examine it takes longer than all else that is done with it."""
 
     def __post_init__(self) -> None:
-        pass
+        self.kind = self.base.dtype, *self.block_shape  # what compiled forms depend on: the layout follows from it
 
 
 def laid_out(x: Tensor, columns: int, block: list[int], count: int = 1, stride: int = 0) -> Rows:
