@@ -130,8 +130,8 @@ def test_repeats_bit_for_bit() -> None:
 
 @pytest.fixture(params=[1, 2])
 def _few_programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of several heads."""
-    monkeypatch.setattr(sys.modules[f"{KERNELS}.decode"], "programs_for", lambda items, *_: min(items, request.param))
+    """For every head, of several sequences each."""
+    monkeypatch.setattr(sys.modules[f"{KERNELS}.decode"], "turns", lambda N, *_: min(N, request.param))
 
 
 @pytest.mark.usefixtures("_few_programs")

@@ -54,7 +54,8 @@ def observed() -> bool:
 def seen(args: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
     """What a launch is given: addresses instead of tensors, which takes the driver less time; and what a form depends
     on: a tensor's dtype and alignment, what Triton sees of an integer, a descriptor's tiles, all of a tuple's items."""
-    values, kinds = list(args), []
+    values = list(args)
+    kinds: list[Any] = []
     for i, x in enumerate(args):
         of = type(x)
         if of is int:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 ELEMENTS = 128
 
 RESIDENT = 3  # programs of the kernel for Hopper that share a multiprocessor: 168 registers, 72 KB
+HOPPER = {"num_warps": 4, "maxnreg": 168}
 
 # Rows of a sequence, numbered from its first token that is not in the state: W-1 in the window before it, then the
 # replayed drafts, then the new tokens.
@@ -186,7 +187,7 @@ def decode(
     gate = weights.gate
     BK, BV, BW = (triton.next_power_of_2(x) for x in (max(16, K), max(16, V), weights.conv.shape[-1]))
     if hopper:
-        kernel, programs, how = decode_hopper_kernel, programs_for(N * H, H, o.device), {"BW": BW, "num_warps": 4}
+        kernel, programs, how = decode_hopper_kernel, H * turns(N, H, o.device), {"BW": BW, **HOPPER}
     else:
         kernel, programs, how = decode_kernel, N * H, {"BK": BK, "BV": BV, "num_warps": BK * BV // (32 * ELEMENTS) or 1}
     with torch.cuda.device_of(o):  # kernels are launched on the current device
@@ -203,13 +204,10 @@ def decode(
     return o
 
 
-def programs_for(items: int, H: int, device: torch.device) -> int:
-    """As many as there is room for, or fewer where those take as many turns; each with one of the H heads if it can."""
-    most = RESIDENT * multiprocessors(device)
-    if most % H <= most // 8:
-        most -= most % H
-    fewest = triton.cdiv(items, triton.cdiv(items, most))
-    return min(items, most, triton.cdiv(fewest, H) * H)
+def turns(N: int, H: int, device: torch.device) -> int:
+    """Programs a head: as many as there is room for, then no more than pass as few sequences each."""
+    most = max(1, RESIDENT * multiprocessors(device) // H)
+    return triton.cdiv(N, triton.cdiv(N, most))
 
 
 @lru_cache
