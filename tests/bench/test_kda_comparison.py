@@ -25,7 +25,8 @@ from perilune.ops import BoundedGate, kda
 
 CPU = torch.device("cpu")
 CHECKED = (Shape(2, 20, 2, 16), Shape(1, 20, 2, 16, documents=(3, 17)))
-PERILUNE, CUDNN, FLA, TORCH = CONTENDERS
+WITH_GRAPH, CUDNN, FLA, TORCH = CONTENDERS
+PERILUNE = replace(WITH_GRAPH, graph=False)
 
 
 class Clock(Meter):
@@ -169,6 +170,27 @@ def test_a_stranger_that_is_wrong_is_said_to_be_and_not_timed(wrong, why, tmp_pa
     assert result["contenders"][1]["failed"].startswith(why)
     assert {row["label"] for row in result["times"]} == {"perilune"}
     assert f"theirs is not timed: {why}"[:70] in printed
+
+
+def test_a_stranger_that_is_less_exact_is_said_to_be_and_timed(tmp_path, capsys):
+    code, result, printed = main(
+        comparison(PERILUNE, stranger("theirs", lambda problem: ours(problem) * 1.02)), tmp_path, capsys
+    )
+    assert code == 0
+    assert result["contenders"][1]["failed"].startswith("o is off by 2.0e-02 of its size")
+    assert {row["label"] for row in result["times"]} == {"perilune", "theirs"}
+    assert "theirs is timed although o is off by 2.0e-02" in printed
+
+
+def test_what_can_be_a_graph_is_timed_as_one_too(tmp_path, capsys):
+    _, result, printed = main(comparison(WITH_GRAPH, TORCH), tmp_path, capsys, markdown=True)
+    first, second = result["times"][:2]
+    assert first["graph_forward_ms"] == {"fast": 2.0, "mixed": 6.0, "slow": 10.0}
+    assert first["graph_both_ms"] == {"fast": 4.0, "mixed": 8.0, "slow": 12.0}
+    assert first["forward_ms"] == {"fast": 1.0, "mixed": 5.0, "slow": 9.0}
+    assert "graph_both_ms" not in second
+    (line,) = (line for line in printed.splitlines() if "as a CUDA graph" in line and " 10.00 " in line)
+    assert [float(cell) for cell in line.split("|")[2:8]] == [2, 6, 10, 4, 8, 12]
 
 
 def test_ours_may_not_raise():

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from rich.table import Table
+from torch import Tensor
 
 from perilune.bench.case import DEVICE, Sheet
 from perilune.bench.contest import table_of
@@ -58,9 +59,9 @@ class Comparison(Sheet):
             "passed": not failed,
         }
         if not failed:
-            right = [contender for contender in present if not verdicts[contender.label].failed]
-            steps.total -= len(REGIMES) * len(self.shapes) * (len(present) - len(right))
-            pairs = product(self.shapes, right)
+            able = [contender for contender in present if not verdicts[contender.label].broken]
+            steps.total -= len(REGIMES) * len(self.shapes) * (len(present) - len(able))
+            pairs = product(self.shapes, able)
             result["times"] = [self.time(contender, shape, steps) for shape, contender in pairs]
             result["decode"] = [self.time_step(size, steps) for size in self.sizes]
         return result
@@ -68,14 +69,16 @@ class Comparison(Sheet):
     def standing(self, contender: Contender, verdict: Verdict | None) -> dict[str, Any]:
         """How a contender came through its check."""
         if verdict is None:
-            return {"label": contender.label, "skipped": contender.missing}
+            return {"label": contender.label, "skipped": contender.missing, "timed": False}
         errors = {name: off if isfinite(off) else None for name, off in verdict.errors.items()}
-        return {"label": contender.label, "errors": errors, "failed": verdict.failed}
+        return {"label": contender.label, "errors": errors, "failed": verdict.failed, "timed": not verdict.broken}
 
     def time(self, contender: Contender, shape: Shape, steps: Steps) -> dict[str, Any]:
         """Figures by gates, up to those at which it is too slow or fails."""
         row: dict[str, Any] = {"B": shape.B, "T": shape.T, "H": shape.H, "label": contender.label}
         row |= {"forward_ms": {}, "both_ms": {}, "peak_bytes": {}}
+        if contender.graph:
+            row |= {"graph_forward_ms": {}, "graph_both_ms": {}}
         end = steps.done + len(REGIMES)
         for regime in REGIMES:
             steps.next(f"timing {contender.label} at {shape_of(row)}, {regime} gates")
@@ -94,10 +97,20 @@ class Comparison(Sheet):
         problem = make(shape, regime, self.device)
         if contender.activated:
             problem = problem.activate()
-        with torch.inference_mode():
-            row["forward_ms"][regime] = self.meter.median_ms(lambda: contender.run(problem))
-        row["both_ms"][regime] = self.meter.median_ms(lambda: forward_backward(contender.run, problem))
-        row["peak_bytes"][regime] = self.meter.peak(lambda: forward_backward(contender.run, problem)) - held
+
+        def forward() -> Tensor:
+            with torch.inference_mode():
+                return contender.run(problem)
+
+        def both() -> tuple[Tensor, ...]:
+            return forward_backward(contender.run, problem)
+
+        for name, call in (("forward", forward), ("both", both)):
+            row[f"{name}_ms"][regime] = self.meter.median_ms(call)
+            if name == "both":
+                row["peak_bytes"][regime] = self.meter.peak(call) - held
+            if contender.graph:
+                row[f"graph_{name}_ms"][regime] = self.meter.median_ms(self.meter.captured(call))
 
     def time_step(self, size: decode.Size, steps: Steps) -> dict[str, Any]:
         """Medians of a replayed step by gates."""
@@ -115,7 +128,7 @@ class Comparison(Sheet):
         yield errors_table(result["contenders"])
         for row in result["contenders"]:
             if why := row.get("skipped") or row["failed"]:
-                yield f"{row['label']} is not timed: {why}"
+                yield f"{row['label']} is {'timed although' if row['timed'] else 'not timed:'} {why}"
         yield drift_table(result["drift"])
         yield times_table(f"{self.title}: ms; perilune on {result['backend']}", result["times"])
         for row in result["times"]:
@@ -147,16 +160,19 @@ def drift_table(found: dict[str, Any]) -> Table:
 
 
 def times_table(title: str, times: list[dict[str, Any]]) -> Table:
-    """A line for every shape, and under it one for every contender."""
+    """A line for every shape, and under it one or two for every contender."""
     heads = (f"{what} {regime}" for what in ("fwd", "f+b") for regime in REGIMES)
     table = table_of(title, "B, T, H", *heads, "MiB")
     for shape, rows in groupby(times, shape_of):
         table.add_row(shape)
         for row in rows:
-            medians = (row[what].get(regime) for what in ("forward_ms", "both_ms") for regime in REGIMES)
             peak = max(row["peak_bytes"].values(), default=None)
-            cells = (milliseconds(ms) for ms in medians)
-            table.add_row(row["label"], *cells, "" if peak is None else f"{peak / MIB:,.0f}")
+            memory = "" if peak is None else f"{peak / MIB:,.0f}"
+            for graph, cells in (("", [memory]), ("graph_", [])):
+                if f"{graph}both_ms" in row:
+                    by_regime = (row[f"{graph}{what}_ms"] for what in ("forward", "both"))
+                    medians = (milliseconds(ms.get(regime)) for ms in by_regime for regime in REGIMES)
+                    table.add_row("  as a CUDA graph" if graph else row["label"], *medians, *cells)
     return table
 
 

@@ -23,6 +23,8 @@ class Contender:
     """Whether it takes what the recurrence reads, not logits."""
     package: str | None = None
     """Where it comes from, if not from here."""
+    graph: bool = False
+    """Whether to time it as a CUDA graph too, which leaves out what the host does between launches."""
 
     @property
     def missing(self) -> str:
@@ -49,7 +51,7 @@ def cudnn(problem: Problem) -> Tensor:
     return (out[0] if isinstance(out, tuple) else out).view(q.shape)
 
 
-OURS = Contender("perilune", ours)
+OURS = Contender("perilune", ours, graph=True)
 CONTENDERS = (
     OURS,
     Contender("cuDNN", cudnn, activated=True, package="cudnn"),
