@@ -4,19 +4,18 @@ Three processes are started once; every case is run on groups of two and three o
 """
 
 from collections.abc import Iterator
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from perilune.core.errors import ShapeError
 from perilune.nn import KimiDeltaAttention
+from ranks import one_rank, run_ranks
 
 f64 = torch.float64
 D, H, K, T = 20, 3, 8, 36  # borders at 18; at 12 and 24
@@ -146,32 +145,23 @@ def check_what_does_not_fit(ranks: Ranks) -> None:
 CHECKS = (check_outputs_and_gradients, check_a_rank_without_loss, check_without_gradients, check_what_does_not_fit)
 
 
-def run_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.use_deterministic_algorithms(True)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3, timeout=timedelta(minutes=3)
-    )
+def run_rank(rank: int, ranks: int) -> None:
     groups = [dist.new_group(members, sort_ranks=False) for members in GROUPS]
     for members, group in zip(GROUPS, groups):
         if rank in members:
             for check in CHECKS:
                 check((group, dist.get_rank(group), len(members)))
-    dist.destroy_process_group()
 
 
 @pytest.mark.slow
 def test_ranks_together_are_one_process(tmp_path: Path) -> None:
-    mp.set_forkserver_preload(["perilune.nn", "torch.distributed", "pytest"])  # loaded once, for all three
-    mp.start_processes(run_rank, args=(str(tmp_path),), nprocs=3, start_method="forkserver")
+    run_ranks(3, tmp_path, run_rank)
 
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with one_rank(tmp_path):
+        yield
 
 
 @pytest.mark.usefixtures("alone")

@@ -6,14 +6,12 @@ Every way to lay out 2, 3 and 4 ranks over the dimensions of a mesh, all kinds o
 import copy
 import math
 from collections.abc import Iterator
-from datetime import timedelta
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -21,6 +19,7 @@ from perilune.core.errors import BackendError, ConfigError
 from perilune.nn import BandBalancer, QuantileBalancer, SignBalancer, StatisticsPool
 from perilune.nn.balancer import AuxLossBalancer, Balancer
 from perilune.nn.routing import route
+from ranks import one_rank, run_ranks
 
 NAMES = (
     ("dp",), ("tp",), ("dp", "tp"), ("dp", "cp"), ("dp", "ep"), ("dp", "cp", "tp"), ("dp_replicate", "dp_shard"),
@@ -206,27 +205,19 @@ def check_eight_tokens(rank: int) -> None:
     assert b.loads.max() <= 3
 
 
-def run_rank(rank: int, ranks: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.use_deterministic_algorithms(True)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timedelta(minutes=3)
-    )
+def run_rank(rank: int, ranks: int) -> None:
     check_meshes(ranks)
     check_groups(rank, ranks)
     check_named_dimensions(rank, ranks)
     check_what_differs(rank, ranks)
     if ranks == 4:
         check_eight_tokens(rank)
-    dist.destroy_process_group()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_ranks_together_are_one_process(ranks: int, tmp_path: Path) -> None:
-    mp.set_forkserver_preload(["perilune.nn", "torch.distributed.device_mesh", "pytest"])  # loaded once, for all
-    mp.start_processes(run_rank, args=(ranks, str(tmp_path)), nprocs=ranks, start_method="forkserver")
+    run_ranks(ranks, tmp_path, run_rank)
 
 
 # Without other processes
@@ -234,9 +225,8 @@ def test_ranks_together_are_one_process(ranks: int, tmp_path: Path) -> None:
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with one_rank(tmp_path):
+        yield
 
 
 @pytest.mark.usefixtures("alone")

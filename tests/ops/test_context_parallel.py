@@ -5,7 +5,6 @@ recurrence over the whole row: outputs and gradients for each head on each rank,
 """
 
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 from torch.utils.checkpoint import checkpoint
@@ -22,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from perilune.core.errors import ShapeError
 from perilune.ops import BoundedGate, SoftplusGate, kda, kda_context_parallel, short_conv, short_conv_context_parallel
 from perilune.ops.shards import Shard, cut
+from ranks import one_rank, run_ranks
 
 f32, f64, bf16 = torch.float32, torch.float64, torch.bfloat16
 T = 48  # borders at 24; 16, 32; 12, 24, 36
@@ -387,25 +386,17 @@ CHECKS = (
 )
 
 
-def run_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.use_deterministic_algorithms(True)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4, timeout=timedelta(minutes=3)
-    )
+def run_rank(rank: int, ranks: int) -> None:
     groups = [dist.new_group(members) for members in GROUPS]
     for members, group in zip(GROUPS, groups):
         if rank in members:
             for check in CHECKS:
                 check((group, members.index(rank), len(members)))
-    dist.destroy_process_group()
 
 
 @pytest.mark.slow
 def test_ranks_together_are_one_process(tmp_path: Path) -> None:
-    mp.set_forkserver_preload(["perilune.ops", "torch.distributed", "pytest"])  # loaded once, for all four
-    mp.start_processes(run_rank, args=(str(tmp_path),), nprocs=4, start_method="forkserver")
+    run_ranks(4, tmp_path, run_rank)
 
 
 # Without other processes
@@ -413,9 +404,8 @@ def test_ranks_together_are_one_process(tmp_path: Path) -> None:
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with one_rank(tmp_path):
+        yield
 
 
 @pytest.mark.parametrize("P", [1, 2, 3, 4, 6])

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -11,6 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from perilune.core.errors import ConfigError
 from perilune.optim import Blocks, PerHeadMuon, Role
 from perilune.optim.sharded import balance, cost
+from ranks import one_rank, run_ranks
 
 # name: (shape, tensor dimension that is cut, treatment); heads fewer than ranks, uneven and empty shards
 CASES = {
@@ -48,9 +47,7 @@ def train(place):
     return {name: p.detach() for name, p in params.items()}
 
 
-def run_rank(rank, ranks, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+def run_rank(rank, ranks):
     alone = train(lambda x, dim: x.clone())
     flat, two_by_two = init_device_mesh("cpu", (ranks,)), init_device_mesh("cpu", (2, ranks // 2))
     for mesh, others in ((flat, []), (two_by_two, [Replicate()])):
@@ -62,25 +59,21 @@ def run_rank(rank, ranks, folder):
             assert isinstance(value, DTensor)
             where = f"{name} on rank {rank} of {mesh}"
             torch.testing.assert_close(value.full_tensor(), alone[name], rtol=0, atol=1e-12, msg=where)
-    dist.destroy_process_group()
 
 
 @pytest.mark.slow
 def test_sharded_parameters_are_updated_as_if_whole(tmp_path):
     """On four ranks, and on two pairs that hold the same; more ranks than heads."""
-    mp.spawn(run_rank, args=(4, str(tmp_path)), nprocs=4)
+    run_ranks(4, tmp_path, run_rank)
 
 
 def test_a_matrix_cut_along_two_mesh_dimensions_is_refused(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
+    with one_rank(tmp_path):
         mesh = init_device_mesh("cpu", (1, 1))
         param = nn.Parameter(distribute_tensor(torch.randn(4, 4), mesh, [Shard(0), Shard(1)]))
         param.grad = torch.ones_like(param)
         with pytest.raises(ConfigError, match="params: expected a DTensor sharded along one mesh dimension at most"):
             PerHeadMuon([Role(param, "muon")], lr=0.1).step()
-    finally:
-        dist.destroy_process_group()
 
 
 def test_owners_share_the_work():
