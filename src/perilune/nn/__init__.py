@@ -1,6 +1,7 @@
 """Modules for anybody's model: each stands alone."""
 
 from perilune.nn.attn_res import BlockAttnRes, DepthStream
+from perilune.nn.attn_res_stack import AttnResStack
 from perilune.nn.balancer import AuxLossBalancer, Balancer, BandBalancer, QuantileBalancer, SignBalancer
 from perilune.nn.cache import HybridCache, LatentCache, RecurrentCache
 from perilune.nn.glu import GLU, SiTUGLU
@@ -13,6 +14,7 @@ from perilune.nn.pooling import StatisticsPool
 
 __all__ = [
     "GLU",
+    "AttnResStack",
     "AuxLossBalancer",
     "Balancer",
     "BandBalancer",

@@ -6,23 +6,38 @@ A mixer scores every source `v_i` (the embedding, finished blocks, the block in 
 """
 
 from collections.abc import Sequence
+from typing import Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
 
+from perilune.core.errors import ConfigError, ShapeError
 from perilune.nn.norm import RMSNorm
 from perilune.ops import attn_res, share_gradient
+
+Start = Literal["mean", "residual"]
 
 
 class BlockAttnRes(nn.Module):
     """One mixer: a pseudo-query and the norm of its keys.
 
-    `sources`: tensors `[..., D]`; returns their mixture `[..., D]`.  The pseudo-query starts at zero, so that training
-    begins from the plain mean of the sources.
+    `sources`: N tensors `[..., D]`; returns their mixture `[..., D]`.  The pseudo-query starts at zero, where all
+    weights are 1/N, so that training begins from
+
+        start="mean":      h = sum_i a_i v_i      the plain mean of the sources, as in the papers
+        start="residual":  h = N sum_i a_i v_i    their sum: of a depth stream, the plain residual x + f(x) itself
+
+    A norm behind the mixer takes the factor N out again, up to its eps: the two are one function of the sources, and
+    differ in nothing but what a sublayer without a norm reads.
+
+    Raises ConfigError for another start.
     """
 
-    def __init__(self, hidden_size: int, eps: float = 1e-5) -> None:
+    def __init__(self, hidden_size: int, eps: float = 1e-5, *, start: Start = "mean") -> None:
         super().__init__()
+        if start not in get_args(Start):
+            raise ConfigError(f"start: expected 'mean' or 'residual', got {start!r}; for trained weights 'residual'")
+        self.start = start
         self.norm = RMSNorm(hidden_size, eps)
         self.query = nn.Parameter(torch.empty(hidden_size))
         self.reset_parameters()
@@ -31,7 +46,11 @@ class BlockAttnRes(nn.Module):
         nn.init.zeros_(self.query)
 
     def forward(self, sources: Sequence[Tensor]) -> Tensor:
-        return attn_res(self.query, sources, self.norm.weight, eps=self.norm.eps)
+        h = attn_res(self.query, sources, self.norm.weight, eps=self.norm.eps)
+        return h if self.start == "mean" or len(sources) == 1 else h * len(sources)
+
+    def extra_repr(self) -> str:
+        return f"{self.query.shape[0]}, start={self.start!r}"
 
 
 class DepthStream:
@@ -42,6 +61,9 @@ class DepthStream:
 
     A sublayer reads the mixture over the finished blocks and the live sum; where a block begins, the live sum is
     finished right after that read.  The embedding is thus the first finished source and part of no block.
+
+    Between sublayers a stream is its `sources`, finished blocks and live sum: tensors, which may be handed to another
+    function or another process, where `resume` goes on.
     """
 
     def __init__(self, embedding: Tensor, period: int | None) -> None:
@@ -50,6 +72,32 @@ class DepthStream:
         self.bank: list[Tensor] = []
         self._live: Tensor | None = embedding
         self._reads = 0
+
+    @classmethod
+    def resume(cls, sources: Sequence[Tensor], period: int | None, reads: int) -> Self:
+        """Goes on from the `sources` of a stream of this period after `reads` reads and as many adds.
+
+        Raises ShapeError if they are not as many as such a stream has (`depth`).
+        """
+        if len(sources) != (depth := cls.depth(period, reads)):
+            raise ShapeError(
+                f"sources: expected {depth} of them before sublayer {reads} in blocks of {period}, got {len(sources)}; "
+                "hand over all sources of the stream, in their order"
+            )
+        stream = cls(sources[-1], period)
+        stream.bank = [share_gradient(source) for source in sources[:-1]]
+        stream._reads = reads
+        return stream
+
+    @staticmethod
+    def depth(period: int | None, reads: int) -> int:
+        """How many sources there are after so many reads and adds; the next read mixes as many."""
+        return 1 if period is None else 1 + -(-reads // period)
+
+    @property
+    def sources(self) -> list[Tensor]:
+        """The finished blocks in their order, and the live sum."""
+        return [*self.bank, self.live]
 
     @property
     def live(self) -> Tensor:
@@ -73,4 +121,4 @@ class DepthStream:
 
     def mixed(self, mixer: BlockAttnRes | None) -> Tensor:
         """The mixture over everything so far; the live sum itself where there is no mixer."""
-        return self.live if mixer is None else mixer([*self.bank, self.live])
+        return self.live if mixer is None else mixer(self.sources)

@@ -37,6 +37,8 @@ def share_gradient(x: Tensor) -> Tensor:
     """
     if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and x.requires_grad):
         return x
+    if isinstance(x.grad_fn, _Shared._backward_cls):  # has passed already
+        return x
     return _Shared.apply(x)
 
 
