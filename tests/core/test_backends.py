@@ -1,6 +1,7 @@
 import logging
 
 import pytest
+import torch
 
 from perilune.core.backends import Backends
 from perilune.core.errors import BackendError, PeriluneError
@@ -77,3 +78,11 @@ def test_registering_is_by_known_names_once(double):
     for name in ("auto", "cuda", "chunked"):
         with pytest.raises(AssertionError):
             double.register(name, lambda x: x)
+
+
+def test_a_choice_does_not_break_a_graph() -> None:
+    backends = Backends("double")
+    backends.register("chunked", lambda x: x + x)
+    compiled = torch.compile(lambda x: backends.pick("auto", x)(x), backend="eager", fullgraph=True)
+    assert compiled(torch.ones(3)).tolist() == [2, 2, 2]
+    torch.compiler.reset()

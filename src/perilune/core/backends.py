@@ -6,6 +6,7 @@ why the better ones stood back; a backend asked for by name that cannot serve th
 """
 
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -86,6 +87,12 @@ class Backends:
         return None, refusals
 
     def _log_once(self, line: str) -> None:
-        if line not in self._logged:
+        if line not in self._logged and not _being_compiled():
             self._logged.add(line)
             log.info(line)
+
+
+def _being_compiled() -> bool:
+    """Whether torch.compile looks at this call: a line in the log would break its graph."""
+    torch = sys.modules.get("torch")  # not imported here, see the package
+    return torch is not None and torch.compiler.is_compiling()
