@@ -117,11 +117,11 @@ class AttnResStack(nn.Module):
         return f"block_size={self.block_size}, adds_input={self.adds_input}, first={self.first}"
 
 
-def check_block_size(block_size: Any) -> None:
-    """Raises ConfigError unless it is a whole number from 1 on."""
+def check_block_size(block_size: Any, other: str = "") -> None:
+    """Raises ConfigError unless it is a whole number from 1 on; `other`: what else the caller would have taken."""
     if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 1:
         raise ConfigError(
-            f"block_size: expected a whole number of layers from 1 on, got {block_size!r}; an eighth of them, say"
+            f"block_size: expected a whole number of layers from 1 on{other}, got {block_size!r}; give, say, 4"
         )
 
 

@@ -1,0 +1,207 @@
+"""Block attention residuals in the place of the running sum, in a decoder of `transformers`."""
+
+import inspect
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+
+from perilune.core.errors import ConfigError
+from perilune.nn import BlockAttnRes, DepthStream
+from perilune.nn.attn_res import Start
+from perilune.nn.attn_res_stack import check_block_size
+
+Model = TypeVar("Model", bound=PreTrainedModel)
+
+
+def add_attn_res(
+    model: PreTrainedModel, block_size: int | Literal["full"], *, start: Start = "residual"
+) -> list[BlockAttnRes]:
+    """Lets every sublayer of `model` read a learned mixture over depth, in place; returns the mixers that it adds.
+
+    Args:
+        model: a Llama, Mistral, Qwen2, Qwen3 or GPT-2, with any head, before it is sharded, compiled or wrapped.
+        block_size: decoder layers (attention and feed-forward) that make a block; "full" makes each sublayer's output
+            a source of its own.  From the number of layers on, the sources are the embedding and the live sum.
+        start: "residual" begins with the outputs that the model has now, up to rounding; "mean" reads the mean of the
+            sources instead of their sum, as the papers do (`BlockAttnRes`).
+
+    Two mixers a layer, `self_attention_res` and `mlp_res`, and the last layer's `output_attn_res` before the final
+    norm; on the model's device, in its dtype, all to be trained.  Names and values of other parameters stay.  What was
+    chosen is written to `model.config.attn_res`, from which `load_attn_res` builds the model again.
+
+    Raises ConfigError for a model, block size or start that does not fit; then the model is as it was.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(
+            f"model: expected a PreTrainedModel of transformers, got {type(model).__name__}; "
+            "add attention residuals first, then wrap, compile or shard"
+        )
+    decoder = model.get_decoder()
+    layers = _layers_of(decoder)
+    if block_size != "full":
+        check_block_size(block_size, " or 'full'")
+    period = 1 if block_size == "full" else 2 * block_size
+    width = decoder.config.hidden_size
+    with next(layers[0].parameters()).device:
+        mixers = [BlockAttnRes(width, start=start).to(model.dtype) for _ in range(2 * len(layers) + 1)]
+    for i, layer in enumerate(layers):
+        layer.__class__ = ADAPTED[type(layer)]
+        assert isinstance(layer, AttnResLayer)
+        layer.period, layer.reads = period, 2 * i
+        layer.self_attention_res, layer.mlp_res = mixers[2 * i : 2 * i + 2]
+        layer.output_attn_res = mixers[-1] if i == len(layers) - 1 else None
+    for part in {model, decoder}:  # a layer stays on one device
+        part._no_split_modules = {*(part._no_split_modules or ()), *(type(layer).__name__ for layer in layers)}
+    model.config.attn_res = {"block_size": block_size, "start": start}
+    return mixers
+
+
+def load_attn_res(model_class: type[Model], folder: str | Path, **options: Any) -> Model:
+    """`model_class.from_pretrained(folder, **options)` for a model that was saved with attention residuals.
+
+    Raises ConfigError if it was saved without.
+    """
+    told = options.pop("output_loading_info", False)
+
+    class WithAttnRes(model_class):  # type: ignore[valid-type,misc]
+        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+            super().__init__(config, *args, **kwargs)
+            if not (chosen := getattr(config, "attn_res", None)):
+                raise ConfigError(
+                    f"config: expected attn_res from a model with attention residuals, got none in {folder}; "
+                    f"use {model_class.__name__}.from_pretrained, then add_attn_res"
+                )
+            add_attn_res(self, **chosen)
+
+    model, info = WithAttnRes.from_pretrained(folder, output_loading_info=True, **options)
+    if missing := sorted(name for name in info["missing_keys"] if name.endswith("res.query")):
+        raise ConfigError(f"folder: expected mixers among the weights in {folder}, got no {missing[0]}; save them too")
+    model.__class__ = model_class
+    return (model, info) if told else model  # type: ignore[return-value]
+
+
+def _layers_of(decoder: nn.Module) -> nn.ModuleList:
+    """The layers of a decoder that can be adapted."""
+    layers = getattr(decoder, "layers", getattr(decoder, "h", None))
+    if not isinstance(layers, nn.ModuleList) or not len(layers):
+        raise ConfigError(f"model: expected a stack of decoder layers, got {type(decoder).__name__}; {_BY_HAND}")
+    for layer in layers:
+        if isinstance(layer, AttnResLayer):
+            raise ConfigError("model: expected one without attention residuals, got one that has them; add them once")
+        if type(layer) not in ADAPTED:
+            known = ", ".join(sorted(cls.__name__ for cls in ADAPTED))
+            raise ConfigError(f"model: expected layers among {known}, got {type(layer).__name__}; {_BY_HAND}")
+        if hasattr(layer, "crossattention"):
+            raise ConfigError(f"model: expected a decoder without cross-attention, got one with it; {_BY_HAND}")
+    return layers
+
+
+_BY_HAND = "put perilune.nn.AttnResStack around them, or a DepthStream into them, by hand"
+
+
+class AttnResLayer(nn.Module):
+    """What a decoder layer becomes: instead of hidden states it takes and returns the sources of a depth stream.
+
+    The first layer takes hidden states [B, T, D]; the last one returns them, mixed for the final norm.  In between go
+    tuples of tensors, the live sum first, then the finished blocks: no object and no state beside the arguments, so
+    that hooks of sharding, recomputation and pipelines see every tensor.
+    """
+
+    sublayers: ClassVar[tuple[tuple[str, str], tuple[str, str]]]
+    """(norm, attention), (norm, feed-forward): names of children."""
+    arguments: ClassVar[tuple[str, ...]]
+    """Those of the adapted layer's forward, as it may get them by position, after the hidden states."""
+    period: int
+    reads: int
+    self_attention_res: BlockAttnRes
+    mlp_res: BlockAttnRes
+    output_attn_res: BlockAttnRes | None
+    gradient_checkpointing: bool  # these two are set by `gradient_checkpointing_enable`
+    _gradient_checkpointing_func: Any
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Not that of transformers' layers, which would put its recomputation around this forward: of the reentrant
+        kind that one loses the gradients of tensors inside a tuple."""
+
+    def forward(
+        self, hidden_states: Tensor | tuple[Tensor, ...], *args: Any, **kwargs: Any
+    ) -> Tensor | tuple[Tensor, ...]:
+        kwargs.update(zip(self.arguments, args))
+        live, *bank = (hidden_states,) if isinstance(hidden_states, Tensor) else hidden_states
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            kwargs.update({name: None for name in ("cache", "past_key_values") if name in kwargs}, use_cache=False)
+            new = self._gradient_checkpointing_func(partial(self._run, kwargs), live, *bank)
+        else:
+            new = self._run(kwargs, live, *bank)
+        if self.output_attn_res is not None:
+            return new[0]
+        live, *finished = new
+        return live, *bank, *finished
+
+    def _run(self, options: dict[str, Any], live: Tensor, *bank: Tensor) -> tuple[Tensor, ...]:
+        """The new live sum and the blocks finished here; the last mixture after the last layer."""
+        (norm, attention), (second_norm, feed_forward) = self._children()
+        stream = DepthStream.resume([*bank, live], self.period, self.reads)
+        stream.add(attention(norm(stream.read(self.self_attention_res)), **options)[0])
+        stream.add(feed_forward(second_norm(stream.read(self.mlp_res))))
+        if self.output_attn_res is not None:
+            return (stream.mixed(self.output_attn_res),)
+        return stream.live, *stream.bank[len(bank) :]
+
+    def _children(self) -> list[tuple[Any, Any]]:
+        return [(getattr(self, norm), getattr(self, sublayer)) for norm, sublayer in self.sublayers]
+
+
+class _LlamaLike(AttnResLayer):
+    sublayers = (("input_layernorm", "self_attn"), ("post_attention_layernorm", "mlp"))
+    arguments = tuple(inspect.signature(LlamaDecoderLayer.forward).parameters)[2:]
+
+
+class AttnResLlamaLayer(_LlamaLike, LlamaDecoderLayer):
+    pass
+
+
+class AttnResMistralLayer(_LlamaLike, MistralDecoderLayer):
+    pass
+
+
+class AttnResQwen2Layer(_LlamaLike, Qwen2DecoderLayer):
+    pass
+
+
+class AttnResQwen3Layer(_LlamaLike, Qwen3DecoderLayer):
+    pass
+
+
+class AttnResGPT2Block(AttnResLayer, GPT2Block):
+    sublayers = (("ln_1", "attn"), ("ln_2", "mlp"))
+    arguments = tuple(inspect.signature(GPT2Block.forward).parameters)[2:]
+
+    def forward(
+        self, hidden_states: Tensor | tuple[Tensor, ...], *args: Any, **kwargs: Any
+    ) -> Tensor | tuple[Tensor, ...]:
+        kwargs.update(zip(self.arguments, args))
+        if kwargs.pop("encoder_hidden_states", None) is not None:
+            raise ConfigError("encoder_hidden_states: expected None, got a tensor; this model has no cross-attention")
+        kwargs.pop("encoder_attention_mask", None)
+        return super().forward(hidden_states, **kwargs)
+
+
+ADAPTED: dict[type[nn.Module], type[AttnResLayer]] = {
+    LlamaDecoderLayer: AttnResLlamaLayer,
+    MistralDecoderLayer: AttnResMistralLayer,
+    Qwen2DecoderLayer: AttnResQwen2Layer,
+    Qwen3DecoderLayer: AttnResQwen3Layer,
+    GPT2Block: AttnResGPT2Block,
+}
+"""Which layers can be adapted.  By class and not by the names of their parts: others have the same names and put their
+norms elsewhere."""
