@@ -226,9 +226,12 @@ def test_what_does_not_fit_is_named() -> None:
         def forward(self, x: Tensor) -> object:
             return self.f(x)
 
-    for layers in ([], [torch.tanh]):
-        with pytest.raises(ConfigError, match="layers: expected one or more modules, got"):
+    for layers, got in (([], "none"), ([torch.tanh], "a list"), (nn.Tanh(), "a Tanh"), ({"a": nn.Tanh()}, "a dict")):
+        with pytest.raises(ConfigError, match=f"layers: expected a list of one or more modules, got {got}; give"):
             AttnResStack(layers, D, 2)
+    for size in (0, "8", None):
+        with pytest.raises(ConfigError, match="hidden_size: expected the width of the layers, got"):
+            AttnResStack([Layer()], size, 2)
     with pytest.raises(ConfigError, match="start: expected 'mean' or 'residual', got 'zero'"):
         AttnResStack([Layer()], D, 2, start="zero")
     x = torch.randn(3, D)
@@ -241,8 +244,10 @@ def test_what_does_not_fit_is_named() -> None:
             AttnResStack([nn.Identity(), Bad(f)], D, 1)(x)
     with pytest.raises(ShapeError, match=r"query: expected \[7\], the width of the sources, got \[8\]"):
         AttnResStack([nn.Identity()], D, 1)(torch.randn(3, 7))
-    with pytest.raises(ShapeError, match="sources: expected 1 of them before sublayer 0 in blocks of 1, got 2"):
+    with pytest.raises(ShapeError, match="forward: expected one input by position, got 2; give options by name"):
         AttnResStack([nn.Identity()], D, 1)(x, x)
+    with pytest.raises(ShapeError, match="forward: expected tensors, got tuple; unpack what an earlier stage returned"):
+        make(2).split([3])[1]((x, x, x))
 
 
 # Stages of a pipeline
@@ -291,8 +296,8 @@ def test_a_stage_hands_on_tensors_of_its_own() -> None:
 
 def test_only_a_whole_stack_is_cut_and_no_stage_is_empty() -> None:
     stack = make(2)
-    for starts in ([0], [6], [3, 3], [4, 2], [-1]):
-        with pytest.raises(ConfigError, match="starts: expected rising ones from 1 to 5, got"):
+    for starts in ([0], [6], [3, 3], [4, 2], [-1], 3, "3", [2.0], None):
+        with pytest.raises(ConfigError, match="starts: expected a list of rising ones from 1 to 5, got"):
             stack.split(starts)
     for stage in stack.split([3]):
         with pytest.raises(ConfigError, match="split: expected the whole stack, got a stage from layer"):

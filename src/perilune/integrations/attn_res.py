@@ -82,6 +82,7 @@ def load_attn_res(model_class: type[Model], folder: str | Path, **options: Any) 
                 )
             add_attn_res(self, **chosen)
 
+    WithAttnRes.__name__ = model_class.__name__  # what its report on loading says
     model, info = WithAttnRes.from_pretrained(folder, output_loading_info=True, **options)
     if missing := sorted(name for name in info["missing_keys"] if name.endswith("res.query")):
         raise ConfigError(f"folder: expected mixers among the weights in {folder}, got no {missing[0]}; save them too")

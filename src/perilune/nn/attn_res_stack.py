@@ -48,15 +48,15 @@ class AttnResStack(nn.Module):
     ) -> None:
         super().__init__()
         check_block_size(block_size)
-        if not layers or not all(isinstance(layer, nn.Module) for layer in layers):
-            got = sorted({type(layer).__name__ for layer in layers}) or "none"
-            raise ConfigError(f"layers: expected one or more modules, got {got}; give a list or an nn.ModuleList")
+        if not isinstance(hidden_size, int) or hidden_size < 1:
+            raise ConfigError(f"hidden_size: expected the width of the layers, got {hidden_size!r}; give the last axis")
+        given = _checked(layers)
         self.block_size = block_size
         self.adds_input = adds_input
         self.first = 0
         """The index of the first of these layers in the whole stack; parameters are named by it."""
-        self.layers = nn.ModuleDict({str(n): layer for n, layer in enumerate(layers)})
-        self.mixers = nn.ModuleDict({str(n): BlockAttnRes(hidden_size, eps, start=start) for n in range(len(layers))})
+        self.layers = nn.ModuleDict({str(n): layer for n, layer in enumerate(given)})
+        self.mixers = nn.ModuleDict({str(n): BlockAttnRes(hidden_size, eps, start=start) for n in range(len(given))})
         self.output: BlockAttnRes | None = BlockAttnRes(hidden_size, eps, start=start)
 
     def split(self, starts: Sequence[int]) -> "list[AttnResStack]":
@@ -68,12 +68,12 @@ class AttnResStack(nn.Module):
         A stage gets `DepthStream.depth(block_size, stage.first)` tensors [..., D] from the one before it: finished
         blocks in their order, then the live sum.  Raises ConfigError for other starts.
         """
-        edges = [0, *starts, len(self.layers)]
+        edges: list[Any] = [0, *starts, len(self.layers)] if isinstance(starts, Sequence) else [None]
         if self.first or self.output is None:
             raise ConfigError(f"split: expected the whole stack, got a stage from layer {self.first}; split that once")
-        if any(a >= b for a, b in pairwise(edges)):
+        if not all(isinstance(edge, int) for edge in edges) or any(a >= b for a, b in pairwise(edges)):
             raise ConfigError(
-                f"starts: expected rising ones from 1 to {len(self.layers) - 1}, got {list(starts)}; "
+                f"starts: expected a list of rising ones from 1 to {len(self.layers) - 1}, got {starts!r}; "
                 "every stage has a layer"
             )
         return [self._stage(first, last) for first, last in pairwise(edges)]
@@ -90,6 +90,10 @@ class AttnResStack(nn.Module):
         return stage
 
     def forward(self, *sources: Tensor, **options: Any) -> Tensor | tuple[Tensor, ...]:
+        if self.first == 0 and len(sources) != 1:
+            raise ShapeError(f"forward: expected one input by position, got {len(sources)}; give options by name")
+        if other := [type(source).__name__ for source in sources if not isinstance(source, Tensor)]:
+            raise ShapeError(f"forward: expected tensors, got {other[0]}; unpack what an earlier stage returned")
         stream = DepthStream.resume(sources, self.block_size, self.first)
         for name, layer in self.layers.items():
             mixer = self.mixers[name]
@@ -128,3 +132,11 @@ def check_block_size(block_size: Any, other: str = "") -> None:
 def _changes(x: Tensor) -> int:
     """How often a tensor has been written into, where that is counted."""
     return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
+
+
+def _checked(layers: Any) -> list[nn.Module]:
+    given: list[Any] = list(layers) if isinstance(layers, Sequence | nn.ModuleList | nn.Sequential) else [None]
+    if not given or not all(isinstance(layer, nn.Module) for layer in given):
+        got = f"a {type(layers).__name__}" if given else "none"
+        raise ConfigError(f"layers: expected a list of one or more modules, got {got}; give a list or an nn.ModuleList")
+    return given
