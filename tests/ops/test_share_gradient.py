@@ -80,3 +80,11 @@ def test_without_autograd_nothing_happens() -> None:
         assert share_gradient(x) is x
     constant = x.detach()
     assert share_gradient(constant) is constant
+
+
+def test_what_is_shared_already_stays_as_it_is():
+    """So that a stream that goes on in every layer has one sum a source, and not one a layer."""
+    x = torch.randn(3, 4, requires_grad=True)
+    shared = share_gradient(x)
+    assert share_gradient(shared) is shared
+    assert shared is not x
