@@ -1,26 +1,21 @@
 """Everything that was found, put where it is read: one JSON, pictures, and the tables of the page."""
 
 import json
-import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from experiments.balancing import charts, pictures, synthetic
+from experiments import publish
+from experiments.balancing import charts, synthetic
 from experiments.balancing.evidence import bits, chosen_runs, claims, collect, rules_of, situations_of
+from experiments.publish import NOT_YET, ROOT, machine_line, markdown, spelled
 from perilune.core.errors import DataError
-from perilune.report.draw import single
-from perilune.report.page import Section, document, section_html, write_page
 from perilune.report.variants import Sample
 from perilune.train.folder import write_whole
 
-ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "balancing.json"
 PAGE = ROOT / "docs" / "balancing-evidence.md"
-IMAGES = ROOT / "docs" / "images"
-BLOCK = re.compile(r"(<!-- table: ([\w -]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def write(home: Path, console: Console) -> None:
@@ -31,47 +26,17 @@ def write(home: Path, console: Console) -> None:
     evidence["scales"].pop("tiny", None)  # shows that the harness works, and nothing else
     if not evidence["map"] and not evidence["scales"]:
         raise DataError(f"{home}: expected finished parts, found none; run one first, such as `map`")
-    write_whole(RESULTS, (json.dumps(evidence, indent=1) + "\n").encode())
-    drawn = charts.figures(evidence)
-    write_html(drawn, home / "balancing.html")
-    browser = pictures.find_browser()
-    if browser is None:
-        console.print(f"no pictures: none of {', '.join(pictures.BROWSERS)} is there; the page in {home} has them")
-    else:
-        for name, (_, figure) in drawn.items():
-            with console.status(f"drawing {name}"):
-                pictures.write_png(figure, IMAGES / f"balancing-{name}.png", browser)
+    publish.write_evidence(RESULTS, evidence)
+    about = "Every rule on the same router, text and seeds."
+    publish.draw(charts.figures(evidence), "balancing", "Expert balancing", about, home / "balancing.html", console)
     write_whole(PAGE, filled(PAGE.read_text(encoding="utf-8"), evidence).encode())
     for path in (RESULTS, home / "balancing.html", PAGE):
         console.print(str(path), markup=False, soft_wrap=True)
 
 
-def write_html(drawn: dict[str, tuple[str, Any]], path: Path) -> None:
-    """The same figures to be moved about in."""
-    chosen = [single(name, title, figure, wide=True) for name, (title, figure) in drawn.items()]
-    section = Section("figures", "Expert balancing", "Every rule on the same router, text and seeds.", "nothing.",
-                      list(chosen), "Nothing yet.")  # fmt: skip
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_page(path, document("Expert balancing", [], section_html(section)))
-
-
 def filled(text: str, evidence: dict[str, Any]) -> str:
     """The page with its tables as the evidence has them.  Raises DataError for a table that nobody makes."""
-
-    def table(found: re.Match[str]) -> str:
-        kind, _, scale = found[2].partition(" ")
-        if kind not in TABLES:
-            raise DataError(f"{PAGE.name}: expected one of {', '.join(TABLES)}, got the table {found[2]!r}; mend it")
-        return f"{found[1]}{TABLES[kind](evidence, scale)}\n{found[3]}"
-
-    return BLOCK.sub(table, text)
-
-
-def markdown(head: list[str], rows: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
-
-
-NOT_YET = "*Not run yet.*"
+    return publish.filled(text, evidence, TABLES, PAGE.name)
 
 
 def claims_table(evidence: dict[str, Any], _: str) -> str:
@@ -167,15 +132,6 @@ def layered(values: list[list[Any]], digits: int) -> str:
     return spelled(Sample([value for value, _ in values]), digits) + ("" if nothing else f" ({layers})")
 
 
-def spelled(sample: Sample, digits: int) -> str:
-    spread = f" ± {sample.spread:.{digits}f}" if sample.spread is not None else ""
-    return f"{sample.mean:.{digits}f}{spread}"
-
-
-def machine_line(machine: dict[str, Any]) -> str:
-    return f"{machine['device']}, torch {machine['torch']}, Python {machine['python']}."
-
-
 def tuning_table(evidence: dict[str, Any], name: str) -> str:
     if name not in evidence["scales"]:
         return NOT_YET
@@ -204,7 +160,7 @@ def time_table(evidence: dict[str, Any], name: str) -> str:
     return f"{machine_line(times['machine'])}\n\n{markdown(head, rows)}"
 
 
-TABLES: dict[str, Callable[[dict[str, Any], str], str]] = {
+TABLES: dict[str, publish.Table] = {
     "claims": claims_table, "mending": mending_table, "map": map_table, "scale": scale_table, "tuning": tuning_table,
     "time": time_table,
 }  # fmt: skip

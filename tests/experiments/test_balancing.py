@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from experiments import publish
 from experiments.balancing import charts, evidence, page, recipes, runs, skew, synthetic, texts, timing, train
 from experiments.balancing.__main__ import main
 from perilune.core.errors import ConfigError, DataError
@@ -308,5 +309,5 @@ def test_the_published_page_says_what_the_figures_file_says():
     text = page.PAGE.read_text(encoding="utf-8")
     assert page.filled(text, json.loads(page.RESULTS.read_text())) == text
     for name in charts.figures(json.loads(page.RESULTS.read_text())):
-        assert (page.IMAGES / f"balancing-{name}.png").exists()
+        assert (publish.IMAGES / f"balancing-{name}.png").exists()
         assert f"images/balancing-{name}.png" in text

@@ -1,0 +1,74 @@
+"""What an experiment found, put where it is read: one JSON, pictures, and the tables of its page."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from experiments import pictures
+from perilune.core.errors import DataError
+from perilune.report.draw import Figure, single
+from perilune.report.page import Section, document, section_html, write_page
+from perilune.report.variants import Sample
+from perilune.train.folder import write_whole
+
+ROOT = Path(__file__).parents[1]
+IMAGES = ROOT / "docs" / "images"
+BLOCK = re.compile(r"(<!-- table: ([\w -]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+NUMBERS = re.compile(r"\[\s+((?:null|[-+.\deE]+)(?:,\s+(?:null|[-+.\deE]+))*)\s+\]")
+NOT_YET = "*Not run yet.*"
+
+Table = Callable[[dict[str, Any], str], str]
+"""Of the evidence, and of what stands behind the table's name on the page."""
+
+
+def write_evidence(path: Path, evidence: dict[str, Any]) -> None:
+    """As JSON, a list of numbers on one line."""
+    text = NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", json.dumps(evidence, indent=1))
+    write_whole(path, (text + "\n").encode())
+
+
+def draw(
+    drawn: Mapping[str, tuple[str, Figure]], name: str, what: str, about: str, html: Path, console: Console
+) -> None:
+    """All figures, title and figure by name: in one page to be moved about in, and as `IMAGES/NAME-FIGURE.png`."""
+    charts = [single(key, title, figure, wide=True) for key, (title, figure) in drawn.items()]
+    section = Section("figures", what, about, "nothing.", list(charts), "Nothing yet.")
+    html.parent.mkdir(parents=True, exist_ok=True)
+    write_page(html, document(what, [], section_html(section)))
+    browser = pictures.find_browser()
+    if browser is None:
+        console.print(f"no pictures: none of {', '.join(pictures.BROWSERS)} is there; {html} has them", markup=False)
+        return
+    for key, (_, figure) in drawn.items():
+        with console.status(f"drawing {key}"):
+            pictures.write_png(figure, IMAGES / f"{name}-{key}.png", browser)
+
+
+def filled(text: str, evidence: dict[str, Any], tables: Mapping[str, Table], page: str) -> str:
+    """The page's text with its tables as the evidence has them.  Raises DataError for a table that nobody makes."""
+
+    def table(found: re.Match[str]) -> str:
+        kind, _, rest = found[2].partition(" ")
+        if kind not in tables:
+            raise DataError(f"{page}: expected one of {', '.join(tables)}, got the table {found[2]!r}; mend it")
+        return f"{found[1]}{tables[kind](evidence, rest)}\n{found[3]}"
+
+    return BLOCK.sub(table, text)
+
+
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
+
+
+def spelled(sample: Sample, digits: int) -> str:
+    """Mean, and the seeds' standard deviation where there are several."""
+    spread = f" ± {sample.spread:.{digits}f}" if sample.spread is not None else ""
+    return f"{sample.mean:.{digits}f}{spread}"
+
+
+def machine_line(machine: dict[str, Any]) -> str:
+    return f"{machine['device']}, torch {machine['torch']}, Python {machine['python']}."
