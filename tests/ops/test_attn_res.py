@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from perilune.core.errors import BackendError, ShapeError
-from perilune.ops import attn_res, attn_res_bank, attn_res_merge, blocks
+from perilune.ops import attn_res, attn_res_bank, attn_res_merge, blocks, share_gradient
+from perilune.ops.attn_res import chunked
+from perilune.ops.attn_res.stacked import Stacked
 
 BACKENDS = ["reference", "chunked"]
 
@@ -330,3 +332,48 @@ def test_what_does_not_fit_two_phases_is_refused() -> None:
 def test_an_unknown_backend_is_refused() -> None:
     with pytest.raises(BackendError, match="do you mean 'chunked'"):
         attn_res(torch.zeros(3), [torch.zeros(2, 3)], torch.ones(3), backend="chunk")
+
+
+# side by side
+
+
+def stacked(tensors: list[Tensor], dout: Tensor) -> list[Tensor]:
+    query, key_weight, *sources = tensors
+    out = Stacked.apply(query, key_weight, 1e-5, *sources)
+    return [out.detach(), *torch.autograd.grad(out, tensors, dout)]
+
+
+@pytest.mark.parametrize("shape", [(7,), (1, 1), (3, 5, 7), (130, 33), (2, 1)], ids=str)
+@pytest.mark.parametrize("N", [1, 2, 9, 40])
+@pytest.mark.parametrize("block", [16, 2**18])
+def test_side_by_side_equals_reference(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], N: int, block: int
+) -> None:
+    monkeypatch.setattr(blocks, "DEVICE_BLOCK", block)
+    tensors, dout = inputs(N, *shape), torch.randn(shape, dtype=torch.float64)
+    expected = value_and_gradients(tensors, dout, backend="reference")
+    torch.testing.assert_close(stacked(tensors, dout), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_side_by_side_shares_gradients_of_sources_read_often(dtype: torch.dtype) -> None:
+    query, key_weight, *sources = inputs(4, 6, 8, dtype=dtype)
+    gradients = {}
+    for form in (Stacked, chunked.AttnRes):
+        first, second = share_gradient(sources[0]), share_gradient(sources[1])
+        total = sources[0].new_zeros(())
+        for chosen in ([first, second, *sources[2:]], [second, first, first, first, second]):
+            total = total + form.apply(query, key_weight, 1e-5, *chosen).square().sum()
+        gradients[form] = torch.autograd.grad(total, [query, key_weight, *sources])
+    close = {"rtol": 0.02, "atol": 0.02} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(gradients[Stacked], gradients[chunked.AttnRes], **close)
+
+
+def test_side_by_side_a_backward_pass_under_autocast_computes_in_float32() -> None:
+    query, key_weight, *sources = tensors = inputs(5, 6, 8, dtype=torch.float32)
+    dout = torch.randn(6, 8)
+    expected = stacked(tensors, dout)[1:]
+    out = Stacked.apply(query, key_weight, 1e-5, *sources)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = list(torch.autograd.grad(out, tensors, dout))
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)

@@ -12,9 +12,13 @@ from torch import Tensor
 
 from perilune.ops.attn_res import reference
 from perilune.ops.attn_res.shared import places_of, sums_of
+from perilune.ops.attn_res.stacked import Stacked
 from perilune.ops.autocast import without_autocast
 from perilune.ops.blocks import as_rows, only_few, row_blocks
 from perilune.ops.first_order import first_order
+
+FEW_SOURCES = 4
+"""Up to so many one by one on a GPU too; each of more would cost it a dozen launches."""
 
 
 def attn_res(
@@ -27,7 +31,8 @@ def attn_res(
 ) -> Tensor:
     if only_few(sources[0]):
         return reference.attn_res(query, sources, key_weight, eps, norm_weight, norm_eps)
-    h = AttnRes.apply(query, key_weight, eps, *sources)
+    form = Stacked if sources[0].is_cuda and len(sources) > FEW_SOURCES else AttnRes
+    h = form.apply(query, key_weight, eps, *sources)
     return reference.normalized(h, norm_weight, norm_eps).to(h.dtype)
 
 
