@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from experiments.depth.evidence import PLAIN, differences, interval
-from experiments.depth.recipes import MAIN
+from experiments.depth.recipes import MAIN, SMALL_EPS
 from experiments.panels import Panel, grid
 from perilune.report.draw import Figure, line
 from perilune.report.theme import DASHES, LIGHT, SEQUENTIAL, colour, layout, titled
@@ -17,8 +17,12 @@ BAND = 0.16  # opacity
 
 
 def named(name: str, stack: dict[str, Any]) -> str:
+    if name.endswith(" eps"):
+        return f"{name.removesuffix(' eps')}, eps {SMALL_EPS:g}"
+    if name.startswith("block "):
+        return f"block, {name.removeprefix('block ')} layer(s)"
     size = stack["variants"][name]["block"] if name in stack["variants"] else None
-    return f"{NAMED[name]}, {size} layers each" if name == "block" else NAMED.get(name, name)
+    return f"{NAMED[name]}, {size} layers each" if name == "block" else NAMED[name]
 
 
 def mains(stack: dict[str, Any]) -> list[str]:
@@ -187,7 +191,7 @@ def legended(figure: Figure, what: str, top: float, low: float = 0.0) -> Figure:
 
 def sizes(stack: dict[str, Any]) -> Figure:
     """Bits beside the plain residual's, by how many layers a block has."""
-    names = [name for name in stack["variants"] if name not in (PLAIN, "bypass")]
+    names = [name for name in stack["variants"] if name not in (PLAIN, "bypass") and not name.endswith(" eps")]
     order = sorted(names, key=lambda name: block_place(stack["variants"][name]["block"]))
     x, y, error, seeds = [], [], [], []
     for name in order:
@@ -250,5 +254,5 @@ def drawn(stack: dict[str, Any]) -> list[str]:
     if PLAIN not in stack["variants"]:
         return []
     has_map = any(stack["variants"].get(name, {}).get("after") for name in ("full", "block"))
-    has_sizes = any(name.startswith("block ") for name in stack["variants"])
+    has_sizes = any(name.removeprefix("block ").isdigit() for name in stack["variants"])
     return ["learning", "profiles", *["attention"] * has_map, "likeness", *["sizes"] * has_sizes]

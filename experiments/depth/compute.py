@@ -80,7 +80,7 @@ def fitted(stack: Stack, variant: Variant) -> K3Config:
     Raises ConfigError where no width brings it within CLOSE.
     """
     plain = stack.config()
-    config = plain.replace(attn_res_block_size=variant.block)
+    config = plain.replace(attn_res_block_size=variant.block, rms_norm_eps=variant.eps or plain.rms_norm_eps)
     target, found = compute(plain, stack.context).total, spent(stack, variant, config)
     wider = config.replace(intermediate_size=config.intermediate_size + stack.grain)
     grain = spent(stack, variant, wider) - found

@@ -9,6 +9,8 @@ from perilune.models.k3 import K3Config, presets
 
 TUNING_SEED = 1000
 """The seed on which learning rates are chosen; no other figure of it is reported."""
+SMALL_EPS = 1e-8
+"""A mean of many sources is small at first: with an eps like the square of its size, a norm leaves it small."""
 MAIN = ("plain", "full", "block", "bypass")
 
 
@@ -22,6 +24,8 @@ class Variant:
     bypass: bool = False
     tuned_as: str = ""
     """The variant whose learning rate it takes."""
+    eps: float | None = None
+    """Of all norms of the stream and of mixers' keys, instead of the model's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +41,8 @@ class Stack:
     """Layers in a block of the variant `block`."""
     sizes: tuple[int, ...] = ()
     """Other sizes of a block, in layers."""
+    small_eps: tuple[str, ...] = ()
+    """Main variants that are trained once more with norms of SMALL_EPS."""
     every: int
     """The bypass leads from every so many-th layer of the lower half to the layer half the depth above it."""
     rank: int
@@ -63,7 +69,12 @@ class Stack:
             Variant("bypass", None, bypass=True, tuned_as="bypass"),
         )
         sizes = (Variant(f"block {size}", size, tuned_as="block") for size in self.sizes)
-        return {variant.name: variant for variant in (*main, *sizes)}
+        small = (
+            replace(variant, name=f"{variant.name} eps", eps=SMALL_EPS)
+            for variant in main
+            if variant.name in self.small_eps
+        )
+        return {variant.name: variant for variant in (*main, *sizes, *small)}
 
     def bypasses(self) -> tuple[tuple[int, int], ...]:
         """(layer whose attention is tapped, layer whose input it is added to), counted from 0."""
@@ -135,8 +146,9 @@ SCALES = {
             name="tiny", vocab_size=300, text_bytes=30_000, judged_tokens=256, looked_at=2, seeds=2, timed_steps=2,
             stacks=(
                 Stack(
-                    name="deep", config=lambda: deep(4, 16, 2, 48, 300), block=2, sizes=(1,), every=1, rank=2,
-                    context=16, rows=4, steps=6, tuning_steps=3, rates=(4e-3, 1.6e-2),
+                    name="deep", config=lambda: deep(4, 16, 2, 48, 300), block=2, sizes=(1,),
+                    small_eps=("full",), every=1, rank=2, context=16, rows=4, steps=6, tuning_steps=3,
+                    rates=(4e-3, 1.6e-2),
                 ),
             ),
         ),
@@ -144,8 +156,9 @@ SCALES = {
             name="small", vocab_size=1024, text_bytes=2_000_000, judged_tokens=8192, looked_at=8,
             stacks=(
                 Stack(
-                    name="deep", config=lambda: deep(16, 48, 2, 144, 1024), block=2, sizes=(1, 4, 8), every=2, rank=6,
-                    context=64, rows=8, steps=40, tuning_steps=20, rates=(1e-2, 2e-2, 4e-2),
+                    name="deep", config=lambda: deep(16, 48, 2, 144, 1024), block=2, sizes=(1, 4, 8),
+                    small_eps=("full",), every=2, rank=6, context=64, rows=8, steps=40, tuning_steps=20,
+                    rates=(1e-2, 2e-2, 4e-2),
                 ),
                 Stack(
                     name="preset", config=lambda: preset(presets.nano(), 1024), block=2, every=1, rank=8,
@@ -158,7 +171,8 @@ SCALES = {
             stacks=(
                 Stack(
                     name="deep", config=lambda: deep(50, 128, 4, 384, 4096), grain=8, block=6, sizes=(1, 3, 12, 25),
-                    every=5, rank=16, context=256, rows=16, steps=240, tuning_steps=120, rates=(6e-3, 1.2e-2, 2.4e-2),
+                    small_eps=("full", "block"), every=5, rank=16, context=256, rows=16,
+                    steps=240, tuning_steps=120, rates=(6e-3, 1.2e-2, 2.4e-2),
                 ),
                 Stack(
                     name="preset", config=lambda: preset(presets.small(), 4096), grain=8, block=4, every=2, rank=32,
