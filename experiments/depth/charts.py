@@ -18,9 +18,9 @@ BAND = 0.16  # opacity
 
 def named(name: str, stack: dict[str, Any]) -> str:
     if name.endswith(" eps"):
-        return f"{name.removesuffix(' eps')}, eps {SMALL_EPS:g}"
+        return f"{name.removesuffix(' eps')}, eps {SMALL_EPS:g}".replace("e-0", "e-")
     if name.startswith("block "):
-        return f"block, {name.removeprefix('block ')} layer(s)"
+        return f"block, {name.removeprefix('block ')} layers each"
     size = stack["variants"][name]["block"] if name in stack["variants"] else None
     return f"{NAMED[name]}, {size} layers each" if name == "block" else NAMED[name]
 
@@ -38,8 +38,7 @@ def banded(x: Sequence[float], y: Sequence[float], spread: Sequence[float], name
     """A curve in a band of one standard deviation each way."""
     stroke, dash = style(name)
     red, green, blue = (int(stroke[at : at + 2], 16) for at in (1, 3, 5))
-    least = min((v for v in y if v > 0), default=0.0) / 100  # a logarithm has to be of something
-    low = [max(v - s, least) if min(y) > 0 else v - s for v, s in zip(y, spread)]
+    low = [v - s if min(y) <= 0 else max(v - s, v / 4) for v, s in zip(y, spread)]  # a log axis has no room below 0
     high = [v + s for v, s in zip(y, spread)]
     band = {
         "type": "scatter", "mode": "lines", "x": [*x, *reversed(x)], "y": [*high, *reversed(low)], "fill": "toself",
@@ -93,8 +92,9 @@ def profiles(stack: dict[str, Any]) -> Figure:
                 if found is not None:
                     y = found[figure]
                     traces += banded(range(1, len(y) + 1), y, found[f"{figure}_spread"], name)
-            known = [v for trace in traces if "name" in trace for v in trace["y"] if v and v > 0]
-            xaxis = {"title": titled(place)}
+            known = [v for trace in traces for v in trace["y"] if v and v > 0]
+            n = max((len(trace["x"]) for trace in traces if "name" in trace), default=1)
+            xaxis = {"title": titled(place), **whole(n), "tick0": 0 if n > 12 else 1}
             panels.append(Panel(f"{what}, {said}", traces, xaxis, {"title": titled(unit), **decades(known)}))
     return grid(panels, 2)
 
@@ -106,7 +106,7 @@ def decades(values: Sequence[float]) -> dict[str, Any]:
     low, high = math.log10(min(values)), math.log10(max(values))
     powers = range(math.floor(low), math.ceil(high) + 1)
     within = [10.0**p * m for p in powers for m in (1, 2, 5) if low - 0.15 <= math.log10(10.0**p * m) <= high + 0.15]
-    if high - low > 2:
+    if high - low > 1.5:
         within = [tick for tick in within if math.isclose(math.log10(tick) % 1, 0, abs_tol=1e-9)] or within
     return {"type": "log", "tickvals": within, "ticktext": [f"{tick:g}" for tick in within],
             "range": [low - 0.1, high + 0.1]}  # fmt: skip
@@ -116,7 +116,7 @@ def heat(
     z: list[list[float | None]], x: Sequence[Any], y: Sequence[Any], top: float, low: float = 0.0
 ) -> dict[str, Any]:
     return {
-        "type": "heatmap", "z": z, "x": list(x), "y": list(y), "zmin": low, "zmax": top, "colorscale": SEQUENTIAL,
+        "type": "heatmap", "z": z, "x": list(x), "y": list(y), "zmin": 0, "zmax": top, "colorscale": SEQUENTIAL,
         "colorbar": {"thickness": 9, "len": 0.5, "outlinewidth": 0, "tickfont": {"size": 11, "color": LIGHT["soft"]}},
         "showscale": False, "hoverongaps": False,
     }  # fmt: skip
@@ -162,23 +162,23 @@ def likeness(stack: dict[str, Any]) -> Figure:
             title = f"{NAMED[name]}: {sum(off) / max(1, len(off)):.3f} between two"
             panels.append(
                 Panel(
-                    title, [heat(found["likeness"], layers, layers, 0.6, -0.2)],
+                    title, [heat(found["likeness"], layers, layers, 0.7)],
                     {"title": titled("layer"), "showgrid": False, **whole(layers[-1])},
                     {"title": titled("layer"), "autorange": "reversed", "showgrid": False, **whole(layers[-1])},
                 )
             )  # fmt: skip
-    return legended(grid(panels, 2, height=400), "cosine", 0.6, -0.2)
+    return legended(grid(panels, 2, height=400), "cosine of what two layers add", 0.7)
 
 
-def legended(figure: Figure, what: str, top: float, low: float = 0.0) -> Figure:
+def legended(figure: Figure, what: str, top: float) -> Figure:
     """With a colour scale above the panels, once for all maps."""
     maps = [i for i, trace in enumerate(figure["data"]) if trace["type"] == "heatmap"]
     if maps:
-        middle = (low + top) / 2
+        middle = top / 2
         bar = {
             "orientation": "h", "thickness": 9, "len": 0.3, "x": 0, "xanchor": "left", "y": 1, "yref": "container",
             "yanchor": "top", "outlinewidth": 0, "tickfont": {"size": 11, "color": LIGHT["soft"]},
-            "tickvals": [low, middle, top], "ticktext": [f"{low:g}", f"{middle:g}", f"{top:g} or more"],
+            "tickvals": [0, middle, top], "ticktext": ["0", f"{middle:g}", f"{top:g} or more"],
         }  # fmt: skip
         figure["data"][maps[0]] |= {"showscale": True, "colorbar": bar}
         figure["layout"]["annotations"].append({

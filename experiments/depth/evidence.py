@@ -46,7 +46,7 @@ def stack_figures(scale: Scale, stack: Stack, home: Path) -> dict[str, Any] | No
         cases = [runs.Case(stack.name, name, rate, seed) for seed in range(scale.seeds)]
         made = [json.loads((home / case.file).read_text()) for case in cases if runs.finished(case, home)]
         if made:
-            cost = home / stack.name / "cost" / f"{name.replace(' ', '-')}.json"
+            cost = runs.cost_file(home, stack.name, name)
             known = json.loads(cost.read_text()) if cost.exists() else None
             variants[name] = {"block": variant.block, **variant_figures(name, made), "cost": known}
     if not variants:

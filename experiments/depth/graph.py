@@ -18,7 +18,7 @@ class Graph:
         self, module: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor], ids: Tensor, targets: Tensor
     ) -> None:
         self.ids, self.targets = ids.clone(), targets.clone()
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # of both: gradients are accumulated on the stream that first asked for them
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM):
@@ -27,7 +27,7 @@ class Graph:
         torch.cuda.current_stream().wait_stream(stream)
         module.zero_grad(set_to_none=True)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with torch.cuda.graph(self.graph, stream=stream):
             self.loss = loss_of(self.ids, self.targets)
             self.loss.backward()
 

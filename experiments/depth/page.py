@@ -168,7 +168,8 @@ def cost_table(evidence: dict[str, Any], where: str) -> str:
         ])  # fmt: skip
     head = ["residual", "step, ms (median)", "fastest", "times plain's", "tokens a second",
             "kept for the backward, MB", "times plain's", "peak on the GPU, MB"]  # fmt: skip
-    return markdown(head, rows)
+    known = len(head) - (plain["peak_mb"] is None)
+    return markdown(head[:known], [row[:known] for row in rows])
 
 
 def pictures_table(evidence: dict[str, Any], where: str) -> str:

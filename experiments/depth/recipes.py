@@ -162,7 +162,7 @@ SCALES = {
                 ),
                 Stack(
                     name="preset", config=lambda: preset(presets.nano(), 1024), block=2, every=1, rank=8,
-                    context=64, rows=8, steps=32, tuning_steps=16, rates=(1e-2, 2e-2, 4e-2),
+                    context=64, rows=8, steps=32, tuning_steps=16, rates=(5e-3, 1e-2, 2e-2),
                 ),
             ),
         ),
@@ -170,13 +170,13 @@ SCALES = {
             name="full", vocab_size=4096, text_bytes=16_000_000, judged_tokens=131_072, looked_at=16, bf16=True, jobs=4,
             stacks=(
                 Stack(
-                    name="deep", config=lambda: deep(50, 128, 4, 384, 4096), grain=8, block=6, sizes=(1, 3, 12, 25),
-                    small_eps=("full", "block"), every=5, rank=16, context=256, rows=16,
-                    steps=240, tuning_steps=120, rates=(6e-3, 1.2e-2, 2.4e-2),
+                    name="deep", config=lambda: deep(50, 128, 4, 384, 4096), grain=8, block=6, sizes=(1, 12, 25),
+                    small_eps=("full",), every=5, rank=16, context=256, rows=16,
+                    steps=144, tuning_steps=72, rates=(6e-3, 1.2e-2, 2.4e-2),
                 ),
                 Stack(
                     name="preset", config=lambda: preset(presets.small(), 4096), grain=8, block=4, every=2, rank=32,
-                    context=256, rows=32, steps=160, tuning_steps=80, rates=(3e-3, 6e-3, 1.2e-2),
+                    context=256, rows=32, steps=96, tuning_steps=48, rates=(3e-3, 6e-3, 1.2e-2),
                 ),
             ),
         ),

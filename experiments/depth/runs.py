@@ -1,12 +1,13 @@
 """All runs of a scale, several at a time in processes of their own; what is finished stays, and time is kept."""
 
 import json
+import math
 import multiprocessing
 import signal
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -19,8 +20,13 @@ from rich.console import Console
 
 from experiments.depth import texts, timing
 from experiments.depth.recipes import MAIN, SCALES, TUNING_SEED, Scale, Stack
-from experiments.depth.train import OutOfTime, Place, train, use_backend
+from experiments.depth.train import Net, OutOfTime, Place, train, use_backend
 from perilune.train.folder import write_json
+
+COMPILING, TIMING = 120.0, 60.0
+"""Seconds that all kernels may take to compile, and one variant to be timed."""
+GRACE = 5.0
+"""Seconds after the deadline that a run may take to notice it."""
 
 
 @dataclass(frozen=True)
@@ -57,39 +63,40 @@ def run_scale(
 ) -> bool:  # fmt: skip
     """Costs, then rates, then runs, below `home`; whether all of it is there now."""
     start = time.time()
-    deadline = start + 60 * minutes if minutes else float("inf")
+    deadline = start + 60 * minutes if minutes else math.inf
     with console.status("reading the library, training the tokenizer"):
         texts.prepare(scale, home)
     work = Work(scale.name, home, place, backend, deadline, max(1, torch.get_num_threads() // jobs))
     wanted = {s.name: [v for v in s.variants if variants is None or v in variants] for s in scale.stacks}
-    costs = measure_costs(scale, wanted, work, console)
-    context = multiprocessing.get_context("spawn")
-    tuning = list(tuning_cases(scale, wanted))
-    with ended(), ProcessPoolExecutor(jobs, mp_context=context, initializer=begin, initargs=(work,)) as pool:
-        try:
-            done = work_through(scale, tuning, work, costs, pool, jobs, "rates", console)
-            if done:
-                chosen = choose(scale, home)
-                write_json(home / "chosen.json", chosen)
-                cases = list(main_cases(scale, wanted, chosen))
-                done = work_through(scale, cases, work, costs, pool, jobs, "runs", console)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for child in multiprocessing.active_children():
-                child.terminate()
-            raise
-    left = "all done" if done else "time is up; the same command does the rest"
+    with pool_of(jobs, work) as pool:
+        if place.device.type == "cuda":
+            compile_all(wanted, work, pool, console)
+        costs = measure_costs(wanted, work, pool, console)
+    with pool_of(jobs, work) as pool:
+        done = work_through(scale, list(tuning_cases(scale, wanted)), work, costs, pool, "rates", console)
+        chosen = choose(scale, home)
+        write_json(home / "chosen.json", chosen)
+        done &= work_through(scale, list(main_cases(scale, wanted, chosen)), work, costs, pool, "runs", console)
+    left = "all done" if done else "not all done; the same command does the rest"
     console.print(f"{scale.name}: {left}, after {(time.time() - start) / 60:.1f} min", highlight=False)
     return done
 
 
 @contextmanager
-def ended() -> Iterator[None]:
-    """A polite kill ends the command as Ctrl-C does, its worker processes too."""
+def pool_of(jobs: int, work: Work) -> Iterator[ProcessPoolExecutor]:
+    """Worker processes, which end with the block, whatever they are at; a polite kill ends it as Ctrl-C does."""
     before = [(number, signal.signal(number, leave)) for number in (signal.SIGTERM, signal.SIGHUP)]
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=begin, initargs=(work,))
     try:
-        yield
+        yield pool
     finally:
+        children = multiprocessing.active_children()
+        pool.shutdown(wait=False, cancel_futures=True)
+        for child in children:
+            child.terminate()
+        for child in children:
+            child.join()
         for number, handler in before:
             signal.signal(number, handler)
 
@@ -98,25 +105,47 @@ def leave(number: int, frame: FrameType | None) -> None:
     sys.exit(128 + number)
 
 
+def kernels(wanted: dict[str, list[str]], home: Path) -> list[tuple[str, str]]:
+    """(stack, variant) of all that have yet to be timed."""
+    return [
+        (stack, name) for stack, names in wanted.items() for name in names if not cost_file(home, stack, name).exists()
+    ]
+
+
+def cost_file(home: Path, stack: str, variant: str) -> Path:
+    return home / stack / "cost" / f"{variant.replace(' ', '-')}.json"
+
+
+def compile_all(wanted: dict[str, list[str]], work: Work, pool: ProcessPoolExecutor, console: Console) -> None:
+    """Has every variant that is yet to be timed compute once; a stack where that does not end is taken out."""
+    waiting = {pool.submit(compile_kernels, stack, name): stack for stack, name in kernels(wanted, work.home)}
+    start = time.time()
+    done, late = wait(waiting, timeout=max(0.0, min(COMPILING, work.deadline - start)))
+    for future in done:
+        future.result()
+    for stack in {waiting[future] for future in late}:
+        wanted[stack].clear()
+        console.print(f"{stack}: left out, for its kernels did not compile in time", highlight=False)
+    if done:
+        console.print(f"kernels compiled in {time.time() - start:.0f} s", highlight=False)
+
+
 def measure_costs(
-    scale: Scale, wanted: dict[str, list[str]], work: Work, console: Console
+    wanted: dict[str, list[str]], work: Work, pool: ProcessPoolExecutor, console: Console
 ) -> dict[tuple[str, str], dict[str, Any]]:
     """What a step of each variant costs, measured one after the other before anything else is at work."""
-    use_backend(work.backend)
-    torch.set_num_threads(work.threads)  # as runs have; more wait for one another where cores are shared
     found = {}
-    for stack in scale.stacks:
-        rows = None
-        for name in wanted[stack.name]:
-            path = work.home / stack.name / "cost" / f"{name.replace(' ', '-')}.json"
+    for stack, names in wanted.items():
+        for name in names:
+            path = cost_file(work.home, stack, name)
             if not path.exists():
-                rows = rows or texts.load(work.home, stack.context, scale.judged_tokens, work.place.device)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                entry = timing.cost(scale, stack, stack.variants[name], rows, work.place)
-                write_json(path, entry)
-                console.print(f"{stack.name}, {name}: {entry['step_ms']:,.0f} ms a step", highlight=False)
-            found[stack.name, name] = json.loads(path.read_text())
-    torch.cuda.empty_cache()  # for the workers, which are other processes; without a GPU it does nothing
+                try:
+                    entry = pool.submit(measure_cost, stack, name).result(timeout=TIMING)
+                except TimeoutError:
+                    console.print(f"{stack}, {name}: not timed, for that did not end", highlight=False)
+                    continue
+                console.print(f"{stack}, {name}: {entry['step_ms']:,.0f} ms a step", highlight=False)
+            found[stack, name] = json.loads(path.read_text())
     return found
 
 
@@ -130,11 +159,14 @@ def tuning_cases(scale: Scale, wanted: dict[str, list[str]]) -> Iterator[Case]:
 
 
 def main_cases(scale: Scale, wanted: dict[str, list[str]], chosen: dict[str, Any]) -> Iterator[Case]:
-    """One seed of everything before the second of anything."""
-    for seed in range(scale.seeds):
-        for stack in scale.stacks:
-            for name in wanted[stack.name]:
-                yield Case(stack.name, name, chosen[stack.name][stack.variants[name].tuned_as]["chosen"], seed)
+    """What has a rate: main variants before others, of each one seed of everything before the second of anything."""
+    for main in (True, False):
+        for seed in range(scale.seeds):
+            for stack in scale.stacks:
+                rates = chosen.get(stack.name, {})
+                for variant in (stack.variants[name] for name in wanted[stack.name] if (name in MAIN) is main):
+                    if variant.tuned_as in rates:
+                        yield Case(stack.name, variant.name, rates[variant.tuned_as]["chosen"], seed)
 
 
 def choose(scale: Scale, home: Path) -> dict[str, Any]:
@@ -146,7 +178,7 @@ def choose(scale: Scale, home: Path) -> dict[str, Any]:
             if not all(path.exists() for path in paths.values()):
                 continue
             bits = {rate: json.loads(path.read_text())["bits_per_byte"] for rate, path in paths.items()}
-            best = min(stack.rates, key=lambda rate: float("inf") if bits[rate] is None else bits[rate])
+            best = min(stack.rates, key=lambda rate: math.inf if bits[rate] is None else bits[rate])
             tried = {f"{rate:g}": value for rate, value in bits.items()}
             chosen.setdefault(stack.name, {})[name] = {"chosen": best, "tried": tried}
     return chosen
@@ -154,7 +186,7 @@ def choose(scale: Scale, home: Path) -> dict[str, Any]:
 
 def work_through(
     scale: Scale, cases: list[Case], work: Work, costs: dict[tuple[str, str], dict[str, Any]],
-    pool: ProcessPoolExecutor, jobs: int, what: str, console: Console,
+    pool: ProcessPoolExecutor, what: str, console: Console,
 ) -> bool:  # fmt: skip
     """Whether all cases are finished; those that are already are passed over."""
     left = [case for case in cases if not finished(case, work.home)]
@@ -168,12 +200,15 @@ def work_through(
     waiting = {pool.submit(run_case, case, weight(case)): case for case in left}
     complete, number = True, 0
     while waiting:
-        ended, _ = wait(waiting, return_when=FIRST_COMPLETED)
+        rest = work.deadline + GRACE - time.time()
+        ended, _ = wait(waiting, timeout=None if rest == math.inf else max(0.0, rest), return_when=FIRST_COMPLETED)
+        if not ended:  # a worker stands still
+            return False
         for future in ended:
             case = waiting.pop(future)
             number += 1
             done += weight(case)
-            told = tell(future)
+            told = future.result()
             complete &= told is not None
             seconds = time.time() - start
             rest = seconds / done * (total - done)
@@ -183,10 +218,6 @@ def work_through(
                 highlight=False, soft_wrap=True,
             )  # fmt: skip
     return complete
-
-
-def tell(future: "Future[str | None]") -> str | None:
-    return future.result()
 
 
 def steps_of(scale: Scale, case: Case) -> int:
@@ -217,6 +248,30 @@ def begin(work: Work) -> None:
 def rows_of(stack: Stack, judged_tokens: int) -> texts.Rows:
     work = WORK[0]
     return texts.load(work.home, stack.context, judged_tokens, work.place.device)
+
+
+def measure_cost(stack_name: str, variant: str) -> dict[str, Any]:
+    """Times one variant and keeps that."""
+    work = WORK[0]
+    scale = SCALES[work.scale]
+    stack = scale.stack(stack_name)
+    entry = timing.cost(scale, stack, stack.variants[variant], rows_of(stack, scale.judged_tokens), work.place)
+    path = cost_file(work.home, stack_name, variant)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, entry)
+    if work.place.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return entry
+
+
+def compile_kernels(stack_name: str, variant: str) -> None:
+    """One pass, after which kernels of these sizes lie in Triton's cache for all processes."""
+    work = WORK[0]
+    scale = SCALES[work.scale]
+    stack = scale.stack(stack_name)
+    rows = rows_of(stack, scale.judged_tokens).train[: stack.rows]
+    Net(stack, stack.variants[variant], 0, work.place).loss(rows[:, :-1], rows[:, 1:]).backward()
+    torch.cuda.empty_cache()
 
 
 def run_case(case: Case, seconds: float) -> str | None:

@@ -25,6 +25,7 @@ def cost(scale: Scale, stack: Stack, variant: Variant, rows: Rows, place: Place)
         torch.cuda.reset_peak_memory_stats(place.device)
     kept, loss = kept_bytes(net, *batch)
     loss.backward()
+    del loss  # and its graph, whose accumulators would go on where they are
     place.wait()
     peak = torch.cuda.max_memory_allocated(place.device) if on_gpu else None
     times = []
@@ -36,7 +37,8 @@ def cost(scale: Scale, stack: Stack, variant: Variant, rows: Rows, place: Place)
         if step >= WARM:
             times.append(time.perf_counter() - start)
     return {
-        "stack": stack.name, "variant": variant.name, "step_ms": round(1e3 * statistics.median(times), 2),
+        "stack": stack.name, "variant": variant.name, "recorded": training.recorded,
+        "step_ms": round(1e3 * statistics.median(times), 2),
         "fastest_ms": round(1e3 * min(times), 2), "kept_mb": round(kept / 1e6, 1),
         "peak_mb": None if peak is None else round(peak / 1e6, 1),
         "parameters": sum(p.numel() for p in net.parameters()), "flops": round(net.compute),

@@ -1,5 +1,6 @@
 """One run: a model under one form of the residual, trained, judged and looked into."""
 
+import logging
 import math
 import sys
 import time
@@ -26,6 +27,7 @@ from perilune.optim import PerHeadMuon
 from perilune.optim.schedule import LearningRateStage, Schedule
 from perilune.train.evaluate import judging
 
+log = logging.getLogger("perilune.depth")
 MOMENTUM = 0.9
 ADAMW = 1.5  # its rate beside Muon's
 WARMUP, LAST = 0.1, 0.1  # share of the steps; of the rate
@@ -99,6 +101,8 @@ class Training:
         self.schedule = Schedule((LearningRateStage(tokens=steps, peak=rate, end=LAST * rate, warmup=WARMUP),))
         self.done = 0
         self.graph: Graph | None = None
+        self.recorded = net.place.graphs and not self.balancers
+        """Whether its passes are, or are to be, a graph; routing to experts looks at numbers on the way."""
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         rows = self.rows.train[self.rows.order(self.seed, step, self.stack.rows).to(self.rows.train.device)]
@@ -106,9 +110,13 @@ class Training:
 
     def gradients(self, ids: Tensor, targets: Tensor) -> Tensor:
         """The loss; its gradient is left where the optimizer looks for it."""
-        if self.net.place.graphs and not self.balancers:
-            if self.graph is None:
+        if self.recorded and self.graph is None:
+            try:
                 self.graph = Graph(self.net, self.net.loss, ids, targets)
+            except RuntimeError as error:
+                self.recorded = False
+                log.warning("no graph was recorded, every kernel is launched: %s", str(error).partition("\n")[0])
+        if self.graph is not None:
             return self.graph(ids, targets).clone()
         self.net.zero_grad(set_to_none=True)
         loss = self.net.loss(ids, targets)
@@ -159,7 +167,8 @@ def train(
         "inner": net.model.config.intermediate_size,
         "loss": [round(float(loss), 4) for loss in losses],
         "bits_per_byte": None if diverged else round(bits_per_byte(net, rows, stack.rows), 5),
-        "before": before, "after": measures.by_depth(net, seen) if look and not diverged else None,
+        "recorded": training.recorded, "before": before,
+        "after": measures.by_depth(net, seen) if look and not diverged else None,
         "seconds": round(seconds, 2), "machine": place.machine(),
     }  # fmt: skip
 

@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,7 +37,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     work = runs.Work("tiny", home, HERE, "auto", math.inf, torch.get_num_threads())
     runs.begin(work)
     runs.rows_of.cache_clear()
-    runs.measure_costs(TINY, wanted, work, Console(quiet=True))
+    for name in STACK.variants:
+        runs.measure_cost(STACK.name, name)
     for case in runs.tuning_cases(TINY, wanted):
         assert runs.run_case(case, 0.0) is not None
     chosen = runs.choose(TINY, home)
@@ -190,6 +192,25 @@ def test_time_is_kept_and_the_rest_is_done_later(home, rows, tmp_path, monkeypat
     assert runs.finished(runs.Case("deep", "plain", 0.5, 0), home) is False  # another rate was chosen since
 
 
+class Standing:
+    """A pool whose workers never come to an end."""
+
+    def submit(self, function, *args):
+        return Future()
+
+
+def test_a_worker_that_stands_still_holds_up_nothing_for_ever(home, monkeypatch, capsys):
+    monkeypatch.setattr(runs, "GRACE", 0.0)
+    monkeypatch.setattr(runs, "COMPILING", 0.1)
+    work = replace(runs.WORK[0], deadline=time.time() + 0.2, home=home / "nowhere")
+    case = runs.Case("deep", "plain", 1e-2, 0)
+    assert runs.work_through(TINY, [case], work, {}, Standing(), "runs", Console()) is False
+    wanted = {"deep": ["plain"]}
+    runs.compile_all(wanted, work, Standing(), Console())
+    assert wanted == {"deep": []}
+    assert "deep: left out, for its kernels did not compile in time" in capsys.readouterr().out
+
+
 def test_bits_are_those_of_the_held_out_rows(rows):
     net = net_of("block")
     with torch.no_grad():
@@ -201,7 +222,7 @@ def test_bits_are_those_of_the_held_out_rows(rows):
 def test_one_command_does_a_part_once_and_ends_in_time(tmp_path, capsys):
     words = ["tiny", "--device", "cpu", "--variants", "plain", "--seeds", "1", "--out", str(tmp_path), "--jobs", "1"]
     assert main([*words, "--minutes", "0.0001"]) == 0
-    assert "time is up; the same command does the rest" in capsys.readouterr().out
+    assert "not all done; the same command does the rest" in capsys.readouterr().out
     assert main(words) == 0
     assert "tiny: all done" in capsys.readouterr().out
     made = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*-seed*.json")}
