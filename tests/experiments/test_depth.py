@@ -381,3 +381,12 @@ def test_numbers_stand_on_one_line(tmp_path):
     text = (tmp_path / "x.json").read_text()
     assert json.loads(text) == values
     assert '"a": [1, 2.5, -3e-05, null]' in text
+
+
+def test_the_published_page_says_what_the_figures_file_says():
+    text = page.PAGE.read_text(encoding="utf-8")
+    found = json.loads(page.RESULTS.read_text())
+    assert page.filled(text, found) == text
+    for name in charts.figures(found):
+        assert (publish.IMAGES / f"depth-{name}.png").exists()
+        assert f"images/depth-{name}.png" in text
