@@ -54,8 +54,6 @@ def resolve(scale: str, situation: str, rule: str, chosen: str, seed: str, home:
 
 def train(folder: Path, recipe: Run, device: str) -> int:
     """What is left of the run; returns the exit code."""
-    if device != "cpu":
-        torch.cuda.reset_peak_memory_stats(device)
     with claimed(folder), Interrupt() as interrupt:
         if (folder / "result.json").exists():
             return 0

@@ -9,7 +9,7 @@ from perilune.ops.launcher import Launcher
 
 @Launcher
 @triton.jit(do_not_specialize=["writes", "adds"])
-def unmix_normed_kernel(
+def unmix_kernel(
     tensors, strides, dsources, query, key_weight, norm_weight, score, inverse_rms, dw, dgain,
     R, writes, adds, norm_eps,
     N: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr, STAGES: tl.constexpr,
@@ -88,66 +88,3 @@ def unmix_normed_kernel(
     tl.store(dw + at, sum_w, mask=here)
     if norm_weight is not None:
         tl.store(dgain + at, sum_gain, mask=here)
-
-
-@Launcher
-@triton.jit(do_not_specialize=["writes", "adds"])
-def unmix_kernel(
-    tensors, strides, dsources, query, key_weight, score, inverse_rms, dw, R, writes, adds,
-    N: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """`unmix_normed_kernel` without a norm: the slopes <d, v_i> of a row are taken while the row before it is written."""
-    program = tl.program_id(0)
-    programs = tl.num_programs(0)
-    column = tl.arange(0, WIDTH)
-    here = column < D
-    number = tl.arange(0, COUNT)
-    w = load_vector(query, column, D) * load_vector(key_weight, column, D)
-    turns = (R - program + programs - 1) // programs
-    sum_w = tl.zeros([WIDTH], tl.float32)
-    d = tl.zeros([WIDTH], tl.float32)
-    last_d = tl.zeros([WIDTH], tl.float32)
-    slopes = tl.zeros([COUNT], tl.float32)
-    a = tl.zeros([COUNT], tl.float32)
-    s = tl.zeros([COUNT], tl.float32)
-    r = tl.zeros([COUNT], tl.float32)
-    along_d = tl.zeros([COUNT], tl.float32)
-    along_w = tl.zeros([COUNT], tl.float32)
-    along_v = tl.zeros([COUNT], tl.float32)
-    for turn in tl.range(0, (turns + 1) * (N + 1), num_stages=STAGES):
-        item = turn % (N + 1)
-        i = tl.maximum(item - 1, 0)
-        row = (program + turn // (N + 1) * programs).to(tl.int64)
-        last = row - programs
-        x = tl.load(
-            chosen(tensors, item, N + 1) + row * chosen(strides, item, N + 1) + column, mask=here & (row < R), other=0.0
-        ).to(tl.float32)
-        v = tl.load(
-            chosen(tensors, i + 1, N + 1) + last * chosen(strides, i + 1, N + 1) + column,
-            mask=here & (item > 0) & (last >= 0), other=0.0,
-        ).to(tl.float32)
-        if item == 0:
-            mean = tl.sum(a * slopes, 0)
-            along_d = a
-            along_w = a * (slopes - mean) * r
-            along_v = along_w * s * r / D
-            last_d = d
-            d = x
-            known = (number < N) & (row < R)
-            r = tl.load(inverse_rms + row * N + number, mask=known, other=0.0)
-            s = tl.load(score + row * N + number, mask=known, other=0.0)
-            scores = tl.where(number < N, s, float("-inf"))
-            a = tl.exp(scores - tl.max(scores, 0))
-            a = tl.div_rn(a, tl.broadcast_to(tl.sum(a, 0), [COUNT]))
-        else:
-            slopes = tl.where(number == i, tl.sum(d * x, 0), slopes)
-            c = entry(along_w, i)
-            sum_w += c * v
-            dx = entry(along_d, i) * last_d + c * w - entry(along_v, i) * v
-            if last >= 0:
-                to = chosen(dsources, i, N) + last * D + column
-                if (adds >> i) & 1:
-                    dx += tl.load(to, mask=here, other=0.0).to(tl.float32)
-                if (writes >> i) & 1:
-                    tl.store(to, dx.to(dsources[0].dtype.element_ty), mask=here)
-    tl.store(dw + program.to(tl.int64) * D + column, sum_w, mask=here)

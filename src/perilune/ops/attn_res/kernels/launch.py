@@ -7,26 +7,24 @@ import torch
 import triton
 from torch import Tensor
 
-from perilune.ops.attn_res.kernels.backward import unmix_kernel, unmix_normed_kernel
+from perilune.ops.attn_res.kernels.backward import unmix_kernel
 from perilune.ops.attn_res.kernels.forward import mix_kernel
 
-ROOM = 192 * 1024  # bytes of shared memory for rows under way, of all programs on a processor
-AHEAD = 4  # items of a program's loop under way, at most
+ROOM = 192 * 1024  # bytes of shared memory for sources under way, of all programs on a processor
+WARPS = 8  # on a processor: what a row held in registers leaves room for
+AHEAD = 4  # sources under way in a program, at most; more of them, or of programs, were slower on an H200
 
 
 class Plan:
-    """How a row of D elements is spread: `across` of them to a thread, 32 threads to a warp.
+    """How a row of D elements is spread: `across` of them to a thread, 32 threads to a warp."""
 
-    warps: on a processor, as many as what they hold of a row leaves room for.  streams: rows that an item copies.
-    """
-
-    def __init__(self, x: Tensor, across: int, warps: int, streams: int = 1) -> None:
+    def __init__(self, x: Tensor, across: int) -> None:
         R, D = x.shape
         self.width = triton.next_power_of_2(D)
-        self.warps = min(warps, max(1, self.width // (32 * across)))
-        each = warps // self.warps  # programs on a processor
+        self.warps = min(WARPS, max(1, self.width // (32 * across)))
+        each = WARPS // self.warps  # programs on a processor
         self.programs = min(R, processors(x.device) * each)
-        self.stages = 1 + min(AHEAD, max(1, ROOM // (each * streams * self.width * x.element_size())))
+        self.stages = 1 + min(AHEAD, max(1, ROOM // (each * self.width * x.element_size())))
 
 
 @cache
@@ -43,7 +41,7 @@ def mix(
     R, D = sources[0].shape
     out = sources[0].new_empty(R, D)
     score, inverse_rms = (None, None) if kept is None else kept.unbind()
-    plan = Plan(sources[0], across=64, warps=8)
+    plan = Plan(sources[0], 64)
     if out.numel():
         mix_kernel[(plan.programs,)](
             tuple(sources), tuple(x.stride(0) for x in sources), query, key_weight, norm_weight, out,
@@ -62,23 +60,17 @@ def unmix(
     Sums over rows are taken in an order of their own, which shapes and the device alone decide.
     """
     N, (R, D) = len(sources), dout.shape
-    normed = norm_weight is not None
-    plan = Plan(dout, across=32, warps=8) if normed else Plan(dout, across=16, warps=16, streams=2)
+    plan = Plan(dout, 32)
     dw, dgain = query.new_zeros(2, plan.programs, D, dtype=torch.float32).unbind()
     if dout.numel():
         tensors = (dout, *sources)
-        rows = (
+        unmix_kernel[(plan.programs,)](
             tensors, tuple(x.stride(0) for x in tensors),
-            tuple(x if dx is None else dx for x, dx in zip(sources, dsources)), query, key_weight,
+            tuple(x if dx is None else dx for x, dx in zip(sources, dsources)),
+            query, key_weight, norm_weight, *kept.unbind(), dw, dgain,
+            R, bits(dx is not None for dx in dsources), bits(adds), norm_eps,
+            N=N, D=D, WIDTH=plan.width, COUNT=triton.next_power_of_2(N), STAGES=plan.stages, num_warps=plan.warps,
         )  # fmt: skip
-        which = bits(dx is not None for dx in dsources), bits(adds)
-        sizes = {"N": N, "D": D, "WIDTH": plan.width, "COUNT": triton.next_power_of_2(N), "STAGES": plan.stages}
-        if normed:
-            unmix_normed_kernel[(plan.programs,)](
-                *rows, norm_weight, *kept.unbind(), dw, dgain, R, *which, norm_eps, **sizes, num_warps=plan.warps
-            )
-        else:
-            unmix_kernel[(plan.programs,)](*rows, *kept.unbind(), dw, R, *which, **sizes, num_warps=plan.warps)
     return dw.sum(0), dgain.sum(0)
 
 
