@@ -40,7 +40,7 @@ def passes(shape: Shape) -> None:
     gradients = [torch.empty_like(x) for x in sources]
     size = R * D * 2
     plain = (launch.AHEAD, launch.WARPS)
-    for ahead, warps in (plain, (4, 8), (6, 8), (8, 8), (12, 16), (6, 16)):
+    for ahead, warps in (plain, (2, 8), (3, 8), (6, 8), (12, 8)):
         launch.AHEAD, launch.WARPS = ahead, warps
         name = f"N {N}, R {R}, D {D}; ahead {ahead}, warps {warps}"
         mix = partial(launch.mix, query, sources, key_weight, EPS, None, EPS, kept)
