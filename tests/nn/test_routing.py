@@ -100,3 +100,10 @@ def test_errors_name_what_is_wrong():
         route(torch.rand(2, 4), torch.zeros(4), 5)
     with pytest.raises(ShapeError, match=r"room for 3 choices, got 4, 1"):
         route(torch.rand(2, 8), torch.zeros(8), 3, num_groups=4, topk_group=1)
+
+
+def test_groups_by_their_best_alone():
+    scores = torch.tensor([[0.9, 0.0, 0.6, 0.5, 0.1, 0.2]])
+    for best, expected in ((1, [0, 1]), (2, [2, 3])):  # 0.9 beats 0.6; 0.9 + 0.0 does not beat 0.6 + 0.5
+        ids, _ = route(scores, torch.zeros(6), 2, num_groups=3, topk_group=1, best_of_group=best)
+        assert ids.tolist() == [expected]

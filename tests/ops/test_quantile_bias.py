@@ -6,8 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perilune.core.errors import ShapeError
+from perilune.nn.routing import route
 from perilune.ops import quantile_bias
-from perilune.ops.quantile_bias import bias_from_histogram, rebin, score_histogram
+from perilune.ops.quantile_bias import Groups, bias_from_histogram, limiting, rebin, score_histogram
+from perilune.ops.quantile_bias.exact import required_bias
 
 # Eight tokens, four experts, top 1, worked out by hand.
 SCORES = torch.tensor(
@@ -250,3 +252,43 @@ def test_errors_name_what_is_wrong():
     for out in (torch.zeros(4, 9, dtype=torch.int64), torch.zeros(4, 10), torch.zeros(10, 4, dtype=torch.int64).mT):
         with pytest.raises(ShapeError, match=r"out: expected contiguous int64 \[4, 10\], got"):
             score_histogram(SKEWED, ZERO, 1, 10, out=out)
+
+
+GROUPED = [  # experts, top_k, groups: two best or one, one expert a group, no expert left over, groups of odd size
+    (16, 4, Groups(4, 2)),
+    (12, 3, Groups(4, 2, best=1)),
+    (6, 2, Groups(6, 3)),
+    (16, 4, Groups(4, 1)),
+    (9, 2, Groups(3, 1)),
+    (8, 3, Groups(4, 4)),
+]
+
+
+@pytest.mark.parametrize(("E", "top_k", "groups"), GROUPED)
+@pytest.mark.parametrize("bins", [None, 50])
+def test_chunked_is_the_reference_in_groups(E, top_k, groups, bins):
+    scores, bias = torch.rand(60, E, dtype=torch.float64), 0.3 * torch.randn(E, dtype=torch.float64)
+    args = {"mask": torch.rand(60) < 0.8, "bins": bins, "groups": groups}
+    got, expected = (quantile_bias(scores, bias, top_k, **args, backend=b) for b in ("chunked", "reference"))
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("E", "top_k", "groups"), GROUPED)
+def test_an_expert_is_chosen_where_its_bias_is_above_the_one_required(E, top_k, groups):
+    """Against the router itself: the cutoffs know why an expert is in or out, its group's fate included."""
+    scores, bias = torch.rand(500, E, dtype=torch.float64), 0.2 * torch.randn(E, dtype=torch.float64)
+    options = {"num_groups": groups.number, "topk_group": groups.kept, "best_of_group": groups.best}
+    ids, _ = route(scores, bias, top_k, **options)
+    chosen = torch.zeros(scores.shape, dtype=torch.bool).scatter(-1, ids, True)
+    required = required_bias(scores, bias, top_k, limiting(groups, E, top_k))
+    assert torch.equal(required < bias - 1e-12, chosen)
+    assert required.isfinite().all()
+
+
+def test_groups_that_do_not_fit_are_refused():
+    scores = torch.rand(5, 8)
+    for groups in (Groups(0, 1), Groups(3, 1), Groups(4, 0), Groups(4, 5), Groups(4, 1), Groups(4, 2, best=0)):
+        with pytest.raises(ShapeError, match="groups: expected a number that divides 8 experts and room for 3 choices"):
+            quantile_bias(scores, torch.zeros(8), 3, groups=groups)
+        with pytest.raises(ShapeError, match="groups: expected a number that divides 8 experts"):
+            score_histogram(scores, torch.zeros(8), 3, groups=groups)

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from perilune.core.errors import BackendError
 from perilune.ops import quantile_bias
-from perilune.ops.quantile_bias import score_histogram
+from perilune.ops.quantile_bias import Groups, fused, score_histogram
+from perilune.ops.quantile_bias.api import HISTOGRAM
 from perilune.ops.quantile_bias.histogram import PART
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -76,6 +77,45 @@ def test_hard_scores(case, backend):
     for top_k in (1, 5, 11):
         expected = score_histogram(scores, bias, top_k, 100, backend="reference")
         assert torch.equal(score_histogram(scores, bias, top_k, 100, backend=backend), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("M", "E", "top_k", "groups"),
+    [(1, 4, 1, (2, 1)), (9, 16, 4, (4, 2)), (5, 12, 3, (4, 2, 1)), (7, 6, 2, (6, 3)), (40, 64, 8, (8, 4))],
+)
+def test_counts_in_groups_are_the_references(M, E, top_k, groups, dtype):
+    (scores, bias, mask), groups = draw(M, E, dtype), Groups(*groups)
+    scores[-1] = scores[-1].round()  # ties
+    got = score_histogram(scores, bias, top_k, 100, mask, groups=groups)
+    assert torch.equal(got, score_histogram(scores, bias, top_k, 100, mask, groups=groups, backend="reference"))
+    assert got.sum(-1).tolist() == [int(mask.sum())] * E
+    everything = score_histogram(scores, bias, top_k, 100, mask, groups=Groups(groups.number, groups.number))
+    assert torch.equal(everything, score_histogram(scores, bias, top_k, 100, mask))
+    if M > 8:
+        assert not torch.equal(got, everything)
+
+
+def test_groups_lose_no_token_of_a_diverged_step():
+    scores, bias, _ = draw(5, 8)
+    scores[1, 3] = torch.nan
+    scores[2] = torch.nan
+    assert score_histogram(scores, bias, 2, 30, groups=Groups(4, 2)).sum(-1).tolist() == [5] * 8
+
+
+def test_the_kernel_leaves_groups_to_the_plain_form(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(fused, "INTERPRETED", True)  # as where it could run
+    scores, bias, _ = draw(3, 8)
+    counts = torch.zeros(8, 30, dtype=torch.int64, device=DEVICE)
+    assert HISTOGRAM.choice(counts, scores, bias, 2, None, None)[0] == "triton"
+    chosen, refusals = HISTOGRAM.choice(counts, scores, bias, 2, None, Groups(4, 2))
+    assert chosen == "chunked"
+    assert refusals == {"triton": "it knows one cutoff a token, and experts come in 4 groups"}
+    assert score_histogram(scores, bias, 2, 30, groups=Groups(4, 2)).sum() == 24
+    for run in (score_histogram, quantile_bias):
+        with pytest.raises(BackendError, match="cannot run on 'triton': it knows one cutoff a token"):
+            run(scores, bias, 2, bins=30, groups=Groups(4, 2), backend="triton")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

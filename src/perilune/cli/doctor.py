@@ -132,13 +132,13 @@ def _score_histogram(device: "torch.device") -> tuple[tuple[Any, ...], dict[str,
     """Scores of two experts."""
     import torch
 
-    return (torch.zeros(2, 1, dtype=torch.int64), torch.zeros(1, 2, device=device), torch.zeros(2), 1, None), {}
+    return (torch.zeros(2, 1, dtype=torch.int64), torch.zeros(1, 2, device=device), torch.zeros(2), 1, None, None), {}
 
 
 def _quantile_bias(device: "torch.device") -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The same, by their histogram."""
     args, _ = _score_histogram(device)
-    return args[1:4], {"mask": None, "bins": 1000}
+    return args[1:4], {"mask": None, "bins": 1000, "groups": None}
 
 
 USUAL: "dict[str, Callable[[torch.device], tuple[tuple[Any, ...], dict[str, Any]]]]" = {

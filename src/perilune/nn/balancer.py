@@ -17,7 +17,7 @@ from torch import Tensor
 
 from perilune.core.errors import CheckpointError, ConfigError, ShapeError, nearest
 from perilune.nn.precision import Float32Parameters
-from perilune.ops.quantile_bias import bias_from_histogram, quantile_bias, rebin, score_histogram
+from perilune.ops.quantile_bias import Groups, bias_from_histogram, limiting, quantile_bias, rebin, score_histogram
 
 
 class Balancer(Float32Parameters):
@@ -182,6 +182,9 @@ class QuantileBalancer(Balancer):
         ema=0.8            0.38 (0.31)   0.15 (0.10)   0.10 (0.05)
         decay=0.85         0.36 (0.31)   0.11 (0.08)   0.03 (0.02)
         SignBalancer 1e-2  0.37 (0.29)   0.13 (0.10)   0.06 (0.04)
+
+    groups: if `route` limits a token to its best groups of experts.  Told of them, the estimate knows what keeps an
+        expert out; untold, loads stay off balance by what the groups do.
     """
 
     float32 = ("bias", "smoothed", "pooled")
@@ -198,6 +201,7 @@ class QuantileBalancer(Balancer):
         bins: int | None = 1000,
         decay: float | None = 0.85,
         ema: float | None = None,
+        groups: Groups | None = None,
     ) -> None:
         super().__init__(num_experts, top_k)
         if bins is not None and bins < 1:
@@ -208,6 +212,7 @@ class QuantileBalancer(Balancer):
                     f"{name}: expected at least 0 and below 1, got {value}; 0.85 speaks for about seven steps"
                 )
         self.bins, self.decay, self.ema = bins, decay, ema
+        self.groups = limiting(groups, num_experts, top_k)
         empty = None if bins is None else torch.zeros(num_experts, bins, dtype=torch.int64)
         self.register_buffer("histogram", empty, persistent=False)
         self.register_buffer("smoothed", None, persistent=False)
@@ -242,7 +247,7 @@ class QuantileBalancer(Balancer):
         if self.histogram is None or self.bins is None:
             self._scores.append((scores, mask))
         else:
-            score_histogram(scores, self.bias, self.top_k, self.bins, mask, out=self.histogram)
+            score_histogram(scores, self.bias, self.top_k, self.bins, mask, groups=self.groups, out=self.histogram)
 
     def _next_bias(self, seen: Tensor) -> Tensor:
         if self.top_k == self.num_experts:
@@ -265,9 +270,9 @@ class QuantileBalancer(Balancer):
         scores = torch.cat([scores for scores, _ in self._scores])
         masks = [mask for _, mask in self._scores]
         if all(mask is None for mask in masks):
-            return quantile_bias(scores, self.bias, self.top_k)
+            return quantile_bias(scores, self.bias, self.top_k, groups=self.groups)
         every = [scores.new_ones(len(scores), dtype=torch.bool) if m is None else m for (scores, m) in self._scores]
-        return quantile_bias(scores, self.bias, self.top_k, mask=torch.cat(every))
+        return quantile_bias(scores, self.bias, self.top_k, mask=torch.cat(every), groups=self.groups)
 
     def _smoothed(self, estimate: Tensor, seen: Tensor) -> Tensor:
         """The mean of this step's estimate and those before, if `ema` asks for one."""

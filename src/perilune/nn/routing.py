@@ -43,13 +43,15 @@ def route(
     scaling: float = 1.0,
     num_groups: int = 1,
     topk_group: int = 1,
+    best_of_group: int = 2,
 ) -> tuple[Tensor, Tensor]:
     """Chooses by s + b, weighs by s (K3 report, 2.3).
 
         T_i = argtop_k(s_i + b),     p_ij = scaling s_ij / (sum_{r in T_i} s_ir + 1e-20)   for j in T_i
 
-    With more than one group, experts form `num_groups` equal runs; a group scores the sum of its two largest s + b, and
-    only the experts of the best `topk_group` groups can be chosen.
+    With more than one group, experts form `num_groups` equal runs; a group scores the sum of its `best_of_group`
+    largest s + b (two in DeepSeek-V3, one in DeepSeek-V2), and only the experts of the best `topk_group` groups can be
+    chosen.
 
     scores: `[..., E]`, float32 or better: in 16 bits near-equal experts tie.  bias: `[E]`, for selection only.
     Returns (ids `[..., top_k]` int64, by falling s + b, ties to the lowest index; weights `[..., top_k]`, float32 or
@@ -58,7 +60,7 @@ def route(
     scores = at_least_float32(scores)
     biased = scores.detach() + bias.detach()
     if num_groups > 1:
-        biased = _only_best_groups(biased, top_k, num_groups, topk_group)
+        biased = _only_best_groups(biased, top_k, num_groups, topk_group, best_of_group)
     ids = stable_topk(biased, top_k)[1]
     weights = scores.gather(-1, ids)
     if renormalize:
@@ -66,7 +68,7 @@ def route(
     return ids, weights * scaling
 
 
-def _only_best_groups(biased: Tensor, top_k: int, num_groups: int, topk_group: int) -> Tensor:
+def _only_best_groups(biased: Tensor, top_k: int, num_groups: int, topk_group: int, best_of_group: int) -> Tensor:
     E = biased.shape[-1]
     if E % num_groups or not 1 <= topk_group <= num_groups or topk_group * (E // num_groups) < top_k:
         raise ShapeError(
@@ -74,7 +76,7 @@ def _only_best_groups(biased: Tensor, top_k: int, num_groups: int, topk_group: i
             f"got {num_groups}, {topk_group}; keep more groups or make them larger"
         )
     grouped = biased.unflatten(-1, (num_groups, -1))  # [..., G, E / G]
-    group_scores = grouped.topk(min(2, E // num_groups), dim=-1).values.sum(-1)
+    group_scores = grouped.topk(min(best_of_group, E // num_groups), dim=-1).values.sum(-1)
     kept = stable_topk(group_scores, topk_group)[1]
     dropped = torch.ones_like(group_scores, dtype=torch.bool).scatter(-1, kept, False)
     return grouped.masked_fill(dropped.unsqueeze(-1), -torch.inf).flatten(-2)

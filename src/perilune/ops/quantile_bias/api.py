@@ -9,6 +9,7 @@ from perilune.core.backends import Backends
 from perilune.core.errors import ShapeError
 from perilune.ops.quantile_bias import fused, reference
 from perilune.ops.quantile_bias.exact import bias_from_required, required_bias
+from perilune.ops.quantile_bias.groups import Groups, limiting
 from perilune.ops.quantile_bias.histogram import add_counts_, bias_from_histogram
 
 HISTOGRAM = Backends("score_histogram")  # best first
@@ -25,6 +26,7 @@ def score_histogram(
     bins: int = 1000,
     mask: Tensor | None = None,
     *,
+    groups: Groups | None = None,
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
@@ -35,8 +37,9 @@ def score_histogram(
     are to be added.  All backends give the same counts.
 
     scores: `[M, E]` sigmoid scores.  bias: `[E]`, with which they were routed.  top_k: below E.  mask: `[M]` bool, True
-    for real tokens.  out: `[E, bins]` int64, contiguous; if given, it is added to and returned.  Nothing waits for the
-    device.  backend: "auto", "triton" (a GPU, float32 or less), "chunked" or "reference".  Raises ShapeError.
+    for real tokens.  groups: where a token sees only its best groups of experts.  out: `[E, bins]` int64, contiguous;
+    if given, it is added to and returned.  Nothing waits for the device.  backend: "auto", "triton" (a GPU, float32 or
+    less, no groups), "chunked" or "reference".  Raises ShapeError.
     """
     _check(scores, bias, top_k, mask, bins)
     E = bias.numel()
@@ -49,27 +52,36 @@ def score_histogram(
             f"out: expected contiguous int64 [{E}, {bins}], got {counts.dtype} {list(counts.shape)}; "
             "make it with torch.zeros"
         )
-    args = (counts, scores.detach(), bias.detach().to(dtype), top_k, mask)
+    args = (counts, scores.detach(), bias.detach().to(dtype), top_k, mask, limiting(groups, E, top_k))
     HISTOGRAM.pick(backend, *args)(*args)
     return counts
 
 
 def _quantile_bias(
-    backend: str, scores: Tensor, bias: Tensor, top_k: int, *, mask: Tensor | None = None, bins: int | None = None
+    backend: str,
+    scores: Tensor,
+    bias: Tensor,
+    top_k: int,
+    *,
+    mask: Tensor | None,
+    bins: int | None,
+    groups: Groups | None,
 ) -> Tensor:
     """backend: the histogram's."""
     if top_k == bias.numel() or scores.shape[0] == 0:
         return bias.clone()
     if bins is not None:
-        counts = score_histogram(scores, bias, top_k, bins, mask, backend=backend)
+        counts = score_histogram(scores, bias, top_k, bins, mask, groups=groups, backend=backend)
         return bias_from_histogram(counts, bias, top_k)
-    estimate = bias_from_required(required_bias(scores, bias, top_k), top_k, mask).to(bias.dtype)
+    estimate = bias_from_required(required_bias(scores, bias, top_k, groups), top_k, mask).to(bias.dtype)
     return estimate if mask is None else torch.where(mask.any(), estimate, bias)
 
 
-def _refuses(scores: Tensor, bias: Tensor, top_k: int, *, mask: Tensor | None, bins: int | None) -> str | None:
+def _refuses(
+    scores: Tensor, bias: Tensor, top_k: int, *, mask: Tensor | None, bins: int | None, groups: Groups | None
+) -> str | None:
     """Why Triton cannot serve a call, or None."""
-    return "without bins nothing is counted" if bins is None else fused.refuses(bias, scores, bias, top_k, mask)
+    return "without bins nothing is counted" if bins is None else fused.refuses(bias, scores, bias, top_k, mask, groups)
 
 
 BACKENDS = Backends("quantile_bias")  # best first
@@ -86,6 +98,7 @@ def quantile_bias(
     *,
     mask: Tensor | None = None,
     bins: int | None = None,
+    groups: Groups | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """The selection bias under which this batch would have loaded every expert alike (K3 report, 2.3.3).
@@ -97,7 +110,8 @@ def quantile_bias(
 
     Exact when `bins` is None; otherwise from a histogram of r with that many bins over [min b - 1, max b + 1], linear
     inside a bin, within a bin's width of the exact one for large M (`score_histogram`, `bias_from_histogram`).  Apply
-    the result from the next batch on, never to the batch it came from.
+    the result from the next batch on, never to the batch it came from.  Where a token sees only its best groups of
+    experts, say so with `groups`: an expert's group has a cutoff too (`required_in_groups`).
 
     scores: `[M, E]` sigmoid scores in (0, 1).  bias: `[E]`, used for routing this batch.  mask: `[M]` bool, True for
     real tokens.  Returns `[E]` in bias's dtype, float32 at least; mutates nothing, carries no gradient and waits for no
@@ -108,8 +122,9 @@ def quantile_bias(
     dtype = torch.promote_types(bias.dtype, torch.float32)
     compute = torch.promote_types(scores.dtype, dtype)
     scores, bias = scores.detach().to(compute), bias.detach().to(compute)
-    run = BACKENDS.pick(backend, scores, bias, top_k, mask=mask, bins=bins)
-    return run(scores, bias, top_k, mask=mask, bins=bins).to(dtype)
+    options = {"mask": mask, "bins": bins, "groups": limiting(groups, bias.numel(), top_k)}
+    run = BACKENDS.pick(backend, scores, bias, top_k, **options)
+    return run(scores, bias, top_k, **options).to(dtype)
 
 
 def _check(scores: Tensor, bias: Tensor, top_k: int, mask: Tensor | None, bins: int | None) -> None:

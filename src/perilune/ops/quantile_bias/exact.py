@@ -3,14 +3,18 @@
 import torch
 from torch import Tensor
 
+from perilune.ops.quantile_bias.groups import Groups, required_in_groups
+
 
 def cutoffs(scores: Tensor, bias: Tensor, top_k: int) -> Tensor:
     """The (k+1)-th largest biased score of each token, which an expert must exceed to be chosen: `[M, E] -> [M, 1]`."""
     return (scores + bias).topk(top_k + 1, dim=-1, sorted=False).values.amin(-1, keepdim=True)
 
 
-def required_bias(scores: Tensor, bias: Tensor, top_k: int) -> Tensor:
+def required_bias(scores: Tensor, bias: Tensor, top_k: int, groups: Groups | None = None) -> Tensor:
     """r_ij, the bias from which expert j is chosen by token i: its cutoff less the raw score, `[M, E]`."""
+    if groups is not None:
+        return required_in_groups(scores, bias, top_k, groups)
     return cutoffs(scores, bias, top_k) - scores
 
 

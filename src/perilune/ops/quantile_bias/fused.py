@@ -6,6 +6,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from perilune.ops.quantile_bias.groups import Groups
 from perilune.ops.quantile_bias.histogram import bin_range
 
 TRITON = find_spec("triton") is not None
@@ -13,8 +14,11 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 WIDEST = 1 << 14  # experts: a token's scores are held in registers
 
 
-def add_counts_(counts: Tensor, scores: Tensor, bias: Tensor, top_k: int, mask: Tensor | None) -> None:
+def add_counts_(
+    counts: Tensor, scores: Tensor, bias: Tensor, top_k: int, mask: Tensor | None, groups: Groups | None
+) -> None:
     """Adds the histogram of `scores` to `counts: [E, bins]` int64; see `score_histogram`."""
+    assert groups is None, groups
     from perilune.ops.quantile_bias.kernels import histogram_kernel
 
     (M, E), bins = scores.shape, counts.shape[1]
@@ -29,12 +33,16 @@ def add_counts_(counts: Tensor, scores: Tensor, bias: Tensor, top_k: int, mask: 
     )  # fmt: skip
 
 
-def refuses(counts: Tensor, scores: Tensor, bias: Tensor, top_k: int, mask: Tensor | None) -> str | None:
+def refuses(
+    counts: Tensor, scores: Tensor, bias: Tensor, top_k: int, mask: Tensor | None, groups: Groups | None
+) -> str | None:
     """Why the kernel cannot serve a call, or None."""
     if not TRITON:
         return "Triton is not installed"
     if not scores.is_cuda and not INTERPRETED:
         return f"scores are on {scores.device.type}"
+    if groups is not None:
+        return f"it knows one cutoff a token, and experts come in {groups.number} groups"
     if scores.dtype not in (torch.float32, torch.bfloat16, torch.float16) or bias.dtype != torch.float32:
         return f"it computes in float32, and scores and bias are {scores.dtype} and {bias.dtype}"
     if scores.shape[1] > WIDEST:

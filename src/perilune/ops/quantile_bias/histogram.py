@@ -7,11 +7,14 @@ import torch
 from torch import Tensor
 
 from perilune.ops.quantile_bias.exact import centred, required_bias
+from perilune.ops.quantile_bias.groups import Groups
 
 PART = 1 << 20  # scores at a time: the bins and weights of so many are all that is allocated
 
 
-def add_counts_(counts: Tensor, scores: Tensor, bias: Tensor, top_k: int, mask: Tensor | None) -> None:
+def add_counts_(
+    counts: Tensor, scores: Tensor, bias: Tensor, top_k: int, mask: Tensor | None, groups: Groups | None
+) -> None:
     """Adds the histogram of `scores` to `counts: [E, bins]` int64; see `score_histogram`.
 
     Tokens go by in parts of fixed size.  Masked ones are binned with the others and weigh 0.
@@ -24,8 +27,8 @@ def add_counts_(counts: Tensor, scores: Tensor, bias: Tensor, top_k: int, mask: 
     for start in range(0, len(scores), rows):
         part = slice(start, start + rows)
         # Clamped as integers: the NaN of a step that diverged lands in some bin, and it is the loss that says so.
-        required = required_bias(scores[part].to(bias.dtype), bias, top_k).sub_(low).div_(width).floor_()
-        index = required.long().clamp_(0, bins - 1).add_(first)
+        required = required_bias(scores[part].to(bias.dtype), bias, top_k, groups)
+        index = required.sub_(low).div_(width).floor_().long().clamp_(0, bins - 1).add_(first)
         weight = one if mask is None else mask[part, None].long()
         flat.index_add_(0, index.reshape(-1), weight.expand_as(index).reshape(-1))
 
