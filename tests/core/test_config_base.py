@@ -175,8 +175,8 @@ def test_values_are_json_or_python(text, value):
 
 
 def test_overrides_are_checked_together():
-    """Neither change alone would do."""
-    both = ["model.num_experts=2", "model.num_experts_per_token=2", "model.num_expert_group=2"]
+    """Neither change alone would do: two experts in two groups, of which a token sees both."""
+    both = ["model.num_experts=2", "model.num_experts_per_token=2", "model.num_expert_group=2", "model.topk_group=2"]
     assert run().override(both).model.num_experts == 2
 
 

@@ -204,6 +204,8 @@ def test_an_unknown_key_names_the_nearest() -> None:
         ({"moe_router_activation_func": "softmax"}, "moe_router_activation_func: expected one of 'sigmoid'"),
         ({"num_experts_per_token": 5}, "num_experts_per_token: expected from 1 to num_experts (4), got 5"),
         ({"num_expert_group": 3}, "num_expert_group: expected a divisor"),
+        ({"num_expert_group": 2, "topk_group": 3}, "topk_group: expected from 1 to num_expert_group (2)"),
+        ({"num_expert_group": 4, "num_experts_per_token": 2}, "with room for 2 choices, got 1; keep more groups"),
         ({"attn_res_block_size": 0}, "attn_res_block_size: expected at least 1"),
         ({"hidden_size": "16"}, "hidden_size: expected int, got '16'"),
         ({"hidden_size": 0}, "hidden_size: expected at least 1"),

@@ -10,7 +10,10 @@ from perilune.core.errors import ShapeError
 from perilune.data.corpus import Corpus, Document
 from perilune.models.k3 import K3Model, presets
 from perilune.models.k3.model import shifted
+from perilune.nn import StableLatentMoE
 from perilune.nn.balancer import Balancer
+from perilune.ops import quantile_bias
+from perilune.ops.quantile_bias import Groups
 from perilune.optim import PerHeadMuon
 from perilune.train.config import DataConfig, OptimizerConfig, Run, Stage
 from perilune.train.feed import Feed
@@ -268,6 +271,22 @@ def test_reading_leaves_balancers_alone_and_a_step_moves_them_once():
         assert balancer.loads.sum() == 2 * 60
         assert balancer.counts.sum() == 0
         assert balancer.bias.mean().abs() < 1e-6
+
+
+def test_balancers_know_of_the_groups_that_limit_routing():
+    """Every layer's bias is that of its own scores under two cutoffs, of the expert and of its group."""
+    balance = config().balance.replace(options={"bins": None, "decay": None})
+    k3, tokens, scores = model(num_expert_group=4, topk_group=2, balance=balance), ids(2, 60), []
+    layers = [module for module in k3.modules() if isinstance(module, StableLatentMoE)]
+    for moe in layers:
+        moe.gate.register_forward_hook(lambda _, __, out: scores.append(out.detach()))
+    k3(tokens, labels=tokens)
+    assert len(layers) == len(scores) == 4
+    for moe, seen in zip(layers, scores):
+        before = moe.balancer.bias.clone()
+        moe.balancer.update()
+        assert_close(moe.balancer.bias, quantile_bias(seen, before, 2, groups=Groups(4, 2)))
+        assert not moe.balancer.bias.allclose(quantile_bias(seen, before, 2))
 
 
 def test_auxiliary_losses_are_summed_into_the_loss():

@@ -527,6 +527,9 @@ def test_factory_knows_every_kind_and_names_the_nearest():
     assert type(balancer("none", E, TOP_K)) is Balancer
     assert isinstance(balancer("quantile", E, TOP_K, ema=0.9), QuantileBalancer)
     assert isinstance(balancer("band", E, TOP_K, window=1, adaptive=False), BandBalancer)
+    assert balancer("quantile", E, TOP_K, groups=Groups(4, 2)).groups == Groups(4, 2)
+    assert balancer("quantile", E, TOP_K, groups=Groups(4, 4)).groups is None  # all are kept: they limit nothing
+    assert isinstance(balancer("sign", E, TOP_K, groups=Groups(4, 2)), SignBalancer)  # which has no use for them
     with pytest.raises(ConfigError, match=r"'quantle'; do you mean 'quantile'\?"):
         balancer("quantle", E, TOP_K)
     with pytest.raises(ConfigError, match=r"'stepp'; do you mean 'step'\?"):
@@ -542,13 +545,14 @@ def test_factory_knows_every_kind_and_names_the_nearest():
         (lambda: QuantileBalancer(4, 1, bins=0), "bins: expected 1 or more"),
         (lambda: QuantileBalancer(4, 1, ema=1.0), "ema: expected at least 0 and below 1, got 1.0"),
         (lambda: QuantileBalancer(4, 1, decay=-0.1), "decay: expected at least 0"),
+        (lambda: QuantileBalancer(8, 3, groups=Groups(4, 1)), "groups: expected a number that divides 8 experts"),
         (lambda: SignBalancer(4, 1, step=0.0), "step: expected above 0"),
         (lambda: BandBalancer(4, 1, low=0.9, high=0.1), "low, high: expected"),
         (lambda: AuxLossBalancer(4, 1, coefficient=-1.0), "coefficient: expected 0 or more"),
     ],
 )
 def test_impossible_options(make, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises((ConfigError, ShapeError), match=message):
         make()
 
 

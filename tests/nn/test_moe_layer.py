@@ -5,6 +5,7 @@ import torch
 
 from perilune.core.errors import ConfigError
 from perilune.nn import AuxLossBalancer, QuantileBalancer, StableLatentMoE, initialize_
+from perilune.ops.quantile_bias import Groups
 
 D, E, K, F, L, SHARED = 10, 6, 2, 7, 8, 9
 
@@ -261,3 +262,9 @@ def test_every_parameter_has_its_distribution():
 def test_more_experts_a_token_than_there_are_is_refused():
     with pytest.raises(ConfigError, match="top_k: expected from 1 to num_experts"):
         StableLatentMoE(D, num_experts=4, top_k=5, expert_size=F)
+
+
+def test_a_layer_that_makes_its_own_balancer_tells_it_of_groups():
+    made = moe(balancer=None, num_groups=3, topk_group=2)
+    assert made.balancer.groups == Groups(3, 2)
+    assert moe(balancer=None).balancer.groups is None

@@ -408,14 +408,17 @@ KINDS: dict[str, Callable[..., Balancer]] = {
 }
 
 
-def balancer(kind: str, num_experts: int, top_k: int, **options: Any) -> Balancer:
+def balancer(kind: str, num_experts: int, top_k: int, *, groups: Groups | None = None, **options: Any) -> Balancer:
     """The balancer called `kind` ("quantile", "sign", "band", "aux" or "none") with these options.
 
+    groups: how routing is limited; for the rules that have to know.
     Raises ConfigError on an unknown kind or option, naming the nearest.
     """
     if kind not in KINDS:
         raise ConfigError(f"balancer: expected one of {', '.join(KINDS)}, got {kind!r}; {nearest(kind, KINDS)}")
     known = list(inspect.signature(KINDS[kind]).parameters)[2:]
+    if "groups" in known:
+        options["groups"] = groups
     for option in options:
         if option not in known:
             raise ConfigError(

@@ -13,6 +13,7 @@ from perilune.nn.precision import at_least_float32
 from perilune.nn.routing import route
 from perilune.ops import grouped_experts
 from perilune.ops.autocast import without_autocast
+from perilune.ops.quantile_bias import Groups
 
 
 class Router(nn.Module):
@@ -105,7 +106,9 @@ class StableLatentMoE(nn.Module):
         }
         width = hidden_size if latent_size is None else latent_size
         self.gate = Router(hidden_size, num_experts)
-        self.balancer = QuantileBalancer(num_experts, top_k) if balancer is None else balancer
+        if balancer is None:
+            balancer = QuantileBalancer(num_experts, top_k, groups=Groups(num_groups, topk_group))
+        self.balancer = balancer
         self.experts = Experts(num_experts, width, expert_size)
         if latent_size is None:
             self.routed_expert_down_proj = self.routed_expert_up_proj = self.routed_expert_norm = None

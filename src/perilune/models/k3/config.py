@@ -167,6 +167,12 @@ class K3Config(Config):
                 f"num_expert_group: expected a divisor of num_experts ({self.num_experts}), "
                 f"got {self.num_expert_group}; choose a divisor"
             )
+        seen = self.topk_group * (self.num_experts // self.num_expert_group)
+        if self.topk_group > self.num_expert_group or seen < self.num_experts_per_token:
+            raise ConfigError(
+                f"topk_group: expected from 1 to num_expert_group ({self.num_expert_group}), with room for "
+                f"{self.num_experts_per_token} choices, got {self.topk_group}; keep more groups"
+            )
 
     # what layer i (counted from 0) is
 

@@ -12,6 +12,7 @@ from perilune.models.k3.config import K3Config
 from perilune.nn import GLU, BlockAttnRes, DepthStream, RMSNorm, StableLatentMoE
 from perilune.nn.balancer import balancer
 from perilune.nn.glu import Activation
+from perilune.ops.quantile_bias import Groups
 
 
 def build_moe(config: K3Config) -> StableLatentMoE:
@@ -25,7 +26,10 @@ def build_moe(config: K3Config) -> StableLatentMoE:
         shared_size=config.num_shared_experts * config.moe_intermediate_size,
         **activation(config),
         balancer=balancer(
-            config.balance.kind, config.num_experts, config.num_experts_per_token, **config.balance.options
+            config.balance.kind,
+            config.num_experts,
+            config.num_experts_per_token,
+            **{"groups": Groups(config.num_expert_group, config.topk_group), **config.balance.options},
         ),
         renormalize=config.moe_renormalize,
         scaling=config.routed_scaling_factor,
