@@ -8,10 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from perilune.integrations.attn_res import add_attn_res, load_attn_res
+    from perilune.integrations.balancing import balance
     from perilune.integrations.transformers import replace_attention
 
-__all__ = ["add_attn_res", "load_attn_res", "replace_attention"]
-_FILES = {"add_attn_res": "attn_res", "load_attn_res": "attn_res", "replace_attention": "transformers"}
+__all__ = ["add_attn_res", "balance", "load_attn_res", "replace_attention"]
+_FILES = {
+    "add_attn_res": "attn_res",
+    "balance": "balancing",
+    "load_attn_res": "attn_res",
+    "replace_attention": "transformers",
+}
 
 
 def __getattr__(name: str) -> Any:

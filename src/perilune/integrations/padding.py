@@ -58,6 +58,30 @@ def pack_of(x: Tensor, mask: Any, position_ids: Tensor | None, cu_seqlens: Tenso
     return _packs[source][1]
 
 
+def real_tokens(mask: Any, tokens: int) -> Tensor | None:
+    """Which tokens of a batch [B, T] are text, in one row: [B * T] bool; None where nothing says that any is not.
+
+    mask: as a decoder gets it: None, [B, S] of ones and zeros, or [B or 1, 1, T, S] of booleans or of zeros and large
+    negative numbers, where a token that does not see itself is padding; S - T tokens are cached.  Of several masks, one
+    for each kind of attention, any says it.  tokens: B * T.
+
+    Raises ShapeError for a mask that cannot be read.
+    """
+    if isinstance(mask, dict):
+        mask = next((m for m in mask.values() if m is not None), None)
+    if mask is None:
+        return None
+    shape = list(mask.shape) if isinstance(mask, Tensor) else None
+    if shape is not None and len(shape) == 2 and tokens % shape[0] == 0 and shape[1] >= (T := tokens // shape[0]) > 0:
+        return mask[:, shape[1] - T :].bool().flatten()
+    if shape is not None and len(shape) == 4 and tokens % (T := shape[2]) == 0 and shape[0] in (1, tokens // T):
+        return _sees(mask).diagonal(shape[3] - T, 1, 2).expand(tokens // T, T).flatten()
+    raise ShapeError(
+        f"attention_mask: expected [B, S] or [B, 1, T, S] of {tokens} tokens, got {shape or type(mask).__name__}; "
+        "give a mask of ones and zeros, one for every token"
+    )
+
+
 def _packed(kept: Tensor, starts: Tensor) -> Pack | None:
     """From which tokens [B, T] are text, and which of them start a document."""
     one_a_row = not bool((starts & (kept.cumsum(1) > 1)).any())
@@ -87,8 +111,7 @@ def _from_mask(mask: Tensor, B: int, T: int) -> tuple[Tensor, Tensor]:
     if mask.dim() == 2:
         kept = mask.bool()
         return kept[:, past:], (kept & (kept.cumsum(1) == 1))[:, past:]
-    sees = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] > torch.finfo(mask.dtype).min / 2
-    sees = sees.expand(B, T, past + T)
+    sees = _sees(mask).expand(B, T, past + T)
     kept = sees.diagonal(past, 1, 2)
     starts = kept & ~sees.tril(past - 1).any(-1)
     document = starts.cumsum(1)
@@ -99,6 +122,11 @@ def _from_mask(mask: Tensor, B: int, T: int) -> tuple[Tensor, Tensor]:
             "a recurrence cannot follow such a mask, keep attention in this layer"
         )
     return kept, starts
+
+
+def _sees(mask: Tensor) -> Tensor:
+    """Who sees whom, [B or 1, T, S], from a mask [B or 1, 1, T, S] of booleans or of numbers to be added."""
+    return mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] > torch.finfo(mask.dtype).min / 2
 
 
 def _from_positions(positions: Tensor, B: int, T: int) -> tuple[Tensor, Tensor]:
