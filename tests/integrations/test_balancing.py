@@ -3,6 +3,7 @@
 import copy
 import importlib
 import logging
+import pickle
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import torch.multiprocessing as mp
 import transformers
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -279,6 +281,39 @@ def test_recomputation_is_not_counted(name: str, reentrant: bool) -> None:
     torch.testing.assert_close(recomputed, gradients)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the compiler's, about this and that
+@TWO
+def test_a_compiled_model_counts_alike(name: str) -> None:
+    """Training, evaluation and passes without gradients in turn, with padding, each under its own guards."""
+    model = make_model(name)
+    balancers = balance(model)
+    ids, mask = tokens(3, 16), torch.ones(3, 16, dtype=torch.long)
+    mask[0, :5] = 0
+
+    def run(forward) -> list[list[Tensor]]:
+        seen = []
+        for where in balancers:
+            balancers[where].bias.zero_()
+        for _ in range(2):
+            forward(ids, attention_mask=mask, use_cache=False).logits.sum().backward()
+            seen.append(counts(balancers))
+            balancers.update()
+            seen.append(biases(balancers))
+        model.eval()
+        forward(ids, attention_mask=mask, use_cache=False)
+        model.train()
+        with torch.no_grad():
+            forward(ids, attention_mask=mask, use_cache=False)
+        return [*seen, counts(balancers)]
+
+    plain, compiled = run(model), run(torch.compile(model, backend="eager"))
+    assert all(map(same, plain, compiled))
+    assert plain[0][0].sum() == 43 * K
+    assert plain[1][0].any()
+    assert not plain[-1][0].any()
+
+
 @TWO
 def test_only_training_with_gradients_is_counted(name: str) -> None:
     model = make_model(name)
@@ -469,6 +504,12 @@ def test_the_bias_is_float32_whatever_the_model_is(name: str) -> None:
 
 
 @TWO
+def test_a_model_cast_before_it_is_balanced_has_its_bias_in_float32_too(name: str) -> None:
+    balancers = balance(make_model(name).bfloat16())
+    assert [bias.dtype for bias in biases(balancers)] == [torch.float32] * len(balancers)
+
+
+@TWO
 def test_no_optimizer_sees_the_bias_and_no_gradient_reaches_it(name: str) -> None:
     model = make_model(name)
     balancers = balance(model)
@@ -482,17 +523,40 @@ def test_no_optimizer_sees_the_bias_and_no_gradient_reaches_it(name: str) -> Non
         assert model.get_submodule(where).weight.grad.abs().sum() > 0
 
 
-def test_a_copied_model_is_on_its_own() -> None:
-    model = make_model("mixtral")
-    balancers = balance(model)
-    model(tokens(2, 20))
+@TWO
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("kind", ["quantile", "aux"])
+def test_a_copied_model_is_on_its_own(name: str, how: str, kind: str) -> None:
+    """Also just after a forward pass, whose auxiliary loss has a graph."""
+    model = make_model(name)
+    balancers = balance(model, kind)
+    ids = tokens(2, 20)
+    model(ids, labels=ids)
     balancers.update()
-    twin = copy.deepcopy(model)
+    twin = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
     twin(tokens(2, 20))
     assert not any(x.any() for x in counts(balancers))
     ids = tokens(2, 20)
     torch.testing.assert_close(twin.eval()(ids).logits, model.eval()(ids).logits)
-    assert twin.model.layers[0].mlp.gate.balancer.bias is not balancers["model.layers.0.mlp.gate"].bias
+    where = next(iter(balancers))
+    gate = twin.get_submodule(where)
+    assert gate.balancer.bias is gate.e_score_correction_bias
+    assert gate.balancer.bias is not balancers[where].bias
+    assert gate.balancer.counts.sum() == 40 * K
+    if kind == "aux":
+        losses = [m.train()(ids, labels=ids).loss for m in (model, twin)]
+        assert losses[1].equal(losses[0])
+        logits = twin(ids).logits[:, :-1].flatten(0, 1)
+        assert losses[1] > torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
+
+
+def test_replicas_of_data_parallel_are_refused() -> None:
+    """Their counts would be lost with them."""
+    balancers = balance(model := make_model("mixtral"))
+    replica = model.get_submodule(next(iter(balancers)))._replicate_for_data_parallel()
+    scores = torch.rand(4, E)
+    with pytest.raises(ConfigError, match="got a replica of nn"):
+        replica.observe(scores, scores.topk(K).indices)
 
 
 def test_going_on_with_training_is_bit_for_bit() -> None:
@@ -596,8 +660,10 @@ def test_what_is_not_served_is_named() -> None:
     with pytest.raises(ConfigError, match="do you mean 'quantile'"):
         balance(model, "quantil")
     balance(model)
-    with pytest.raises(ConfigError, match=r"got one in model.layers.0.mlp.gate; balance a model once"):
+    with pytest.raises(ConfigError, match=r"got one in model.layers.0.mlp.gate; balance a model once, and keep"):
         balance(model)
+    with torch.device("meta"), pytest.raises(ConfigError, match="expected weights, got a model on the meta device"):
+        balance(make_model("deepseek3"))
     assert not hasattr(perilune.integrations, "imbalance")
 
 
@@ -682,7 +748,7 @@ def test_a_trainer_keeps_its_experts_balanced(tmp_path: Path) -> None:
     assert same(biases(again), biases(balancers))
 
 
-def run_rank(rank: int, folder: str) -> None:
+def run_rank(rank: int, folder: str, wrap: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     torch.manual_seed(0)
@@ -690,7 +756,13 @@ def run_rank(rank: int, folder: str) -> None:
     batches = [tokens(2, 12) for _ in range(8)]
     alone_model = copy.deepcopy(model)
     alone, together = balance(alone_model), balance(model)
-    wrapped, calls, real = DistributedDataParallel(model), [], dist.all_reduce
+    if wrap == "ddp":
+        wrapped = DistributedDataParallel(model)
+    else:
+        for layer in model.model.layers:
+            fully_shard(layer)
+        wrapped = fully_shard(model)
+    calls, real = [], dist.all_reduce
     dist.all_reduce = lambda *args, **kwargs: (calls.append(1), real(*args, **kwargs))
     for step in range(2):
         for i in range(4):
@@ -704,12 +776,13 @@ def run_rank(rank: int, folder: str) -> None:
         assert calls == ([1, 1] if step == 0 else [1])  # all layers in one; at first ranks agree on what that is
         calls.clear()
         assert same(biases(together), biases(alone)), (rank, step)
-    if rank == 0:  # a rank without tokens takes part
-        model(batches[0])
+    wrapped(batches[0])
+    if rank == 1:
+        together.discard()  # a rank without tokens takes part
     together.update()
     before = biases(together)
     together.pool_over(init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")))  # ranks that hold the same tokens
-    model(batches[0])
+    wrapped(batches[0])
     held = counts(together)
     together.update()
     assert not same(biases(together), before)
@@ -718,9 +791,10 @@ def run_rank(rank: int, folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_count_together_under_ddp(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+def test_ranks_count_together(tmp_path: Path, wrap: str) -> None:
     """Two ranks with two micro-batches each are one process with four: DDP must not spread rank 0's counts."""
-    mp.spawn(run_rank, args=(str(tmp_path),), nprocs=2)
+    mp.spawn(run_rank, args=(str(tmp_path), wrap), nprocs=2)
 
 
 def test_the_package_itself_needs_no_transformers() -> None:

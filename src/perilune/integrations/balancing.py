@@ -66,7 +66,8 @@ def balance(model: nn.Module, kind: str = "quantile", **options: Any) -> "Balanc
 
     Not counted: padding (as `attention_mask` says), evaluation mode, passes without gradients, recomputation.
 
-    Raises ConfigError for a model without a router that is served, or one that has balancers already.
+    Raises ConfigError for a model without a router that is served, one that has balancers already, or one on the meta
+    device.
     """
     found = {name: module for name, module in model.named_modules() if family(module)}
     _check_routers(model, found)
@@ -235,7 +236,8 @@ class Balancers:
     def load(self, folder: str | Path) -> None:
         """Reads the biases that `save_pretrained(folder)` wrote.
 
-        For softmax routers, whose bias `from_pretrained` does not know and reports as unexpected.  On disk a router can
+        For softmax routers, whose bias `from_pretrained` does not know and reports as unexpected, and for a `Trainer`
+        that goes on from a checkpoint, which finds no tensor whose name on disk is another.  On disk a router can
         have another name (Mixtral's is `block_sparse_moe.gate`); layers are told by their numbers.
         Raises CheckpointError if a layer's bias is missing or of another size.
         """
@@ -291,7 +293,12 @@ class BalanceCallback(TrainerCallback):
 def _check_routers(model: nn.Module, found: dict[str, nn.Module]) -> None:
     balanced = [name for name, router in found.items() if isinstance(router, BalancedRouter)]
     if balanced:
-        raise ConfigError(f"model: expected routers without balancers, got one in {balanced[0]}; balance a model once")
+        raise ConfigError(
+            f"model: expected routers without balancers, got one in {balanced[0]}; "
+            "balance a model once, and keep the handle"
+        )
+    if any(parameter.is_meta for router in found.values() for parameter in router.parameters()):
+        raise ConfigError("model: expected weights, got a model on the meta device; balance it once it has them")
     others = sorted({type(m).__name__ for m in model.modules() if _looks_like_router(m) and not family(m)})
     if not found:
         raise ConfigError(

@@ -83,6 +83,9 @@ class Watch:
         self.loss: Tensor | None = None
         """The balancers' losses of the last forward pass, summed."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Watch, ()  # a copy watches another model; what the last pass left has a graph, and cannot be copied
+
     def begin(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A forward pre-hook.  Passes without gradients, such as generation while training, are not counted."""
         self.open, self.counting = True, torch.is_grad_enabled()
@@ -128,6 +131,9 @@ class BalancedRouter(Float32Parameters):
     watch: Watch
     e_score_correction_bias: Tensor
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _blank, type(self).__bases__, self.__dict__
+
     def tied(self) -> Balancer:
         """The balancer, its bias the router's buffer: moving or loading a model can replace the buffer."""
         if self.balancer.bias is not self.e_score_correction_bias:
@@ -139,6 +145,11 @@ class BalancedRouter(Float32Parameters):
         """scores: [M, E] by which the choice was made.  ids: [M, top_k]."""
         if not (self.training and self.watch.counts()):
             return
+        if getattr(self, "_is_replica", False):
+            raise ConfigError(
+                "model: expected a process for each device, got a replica of nn.DataParallel, whose counts are lost; "
+                "start with torchrun or accelerate, which use DistributedDataParallel"
+            )
         if not isinstance(self.balancer, AuxLossBalancer):
             self.balancer.observe(scores.detach(), ids, self.watch.real(scores))
         elif self.watch.open and not self.balancer.frozen:
@@ -204,6 +215,8 @@ def attach(router: nn.Module, balancer: Balancer, watch: Watch) -> BalancedRoute
         balanced.renormalize = bool(balanced.norm_topk_prob) if normal is None else normal
         balanced.groups = groups
         balanced.register_buffer(BIAS, balancer.bias)
+    # A model that was cast before has its own bias in 16 bits, which would swallow what a step adds.
+    balanced.e_score_correction_bias = at_least_float32(balanced.e_score_correction_bias)
     balanced.watch = watch
     balanced.balancer = balancer
     balancer._non_persistent_buffers_set.add("bias")  # saved as the router's
@@ -220,6 +233,12 @@ def groups_of(router: nn.Module) -> Groups | None:
     else:
         return None
     return groups if groups.kept < groups.number else None
+
+
+def _blank(mixin: Any, cls: Any) -> Any:
+    """A balanced router without contents, for copies and pickles: they cannot find its class by name."""
+    balanced = _with_balancer(mixin, cls)
+    return balanced.__new__(balanced)
 
 
 @functools.cache
