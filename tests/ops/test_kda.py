@@ -677,11 +677,49 @@ def test_wrong_shapes_are_named_in_one_line() -> None:
         "dt_bias: expected": lambda: BoundedGate(torch.zeros(2), torch.zeros(24)),
         "A_log: expected": lambda: SoftplusGate(torch.zeros(1, 1, 2, 1), torch.zeros(2, 12)),
         "g_min: expected": lambda: BoundedGate(torch.zeros(2), torch.zeros(2, 12), 5.0),
+        "q: expected a head": lambda: kda(q[..., :0], k[..., :0], v, g[..., :0], beta),
+        "q: expected a head and": lambda: kda(*(x[:, :, :0] for x in (q, k, v, g, beta))),
+        "scale: expected a number": lambda: kda(q, k, v, g, beta, scale=torch.tensor(0.5, requires_grad=True)),
     }
     for text, call in calls.items():
         with pytest.raises(ShapeError, match=f"^{text}.*; ") as caught:
             call()
         assert "\n" not in str(caught.value)
+
+
+def test_tensors_of_another_kind_or_device_are_named() -> None:
+    """Kernels would read addresses of another device, and round what goes into whole numbers."""
+    *inputs, state = make("random", [6])
+    inputs = dict(zip(("q", "k", "v", "g", "beta"), inputs))
+    A_log, dt_bias = torch.zeros(2), torch.zeros(2, 12)
+    for name in inputs:
+        for change in (torch.Tensor.long, lambda x: x.to(torch.complex64)):
+            with pytest.raises(ShapeError, match=f"^{name}: expected real numbers in floating point, got torch"):
+                kda(**inputs | {name: change(inputs[name])})
+    for name in ("k", "v", "g", "beta"):
+        with pytest.raises(ShapeError, match=f"^{name}: expected a tensor on cpu, got meta; move"):
+            kda(**inputs | {name: inputs[name].to("meta")})
+    with pytest.raises(ShapeError, match="^initial_state: expected a tensor on cpu, got meta"):
+        kda(**inputs, initial_state=state.to("meta"))
+    with pytest.raises(ShapeError, match="^state: expected a tensor on cpu, got meta"):
+        kda_step(*(x[:, 0] for x in inputs.values()), state.to("meta"))
+    for gate in (BoundedGate(A_log.to("meta"), dt_bias), SoftplusGate(A_log, dt_bias.to("meta"))):
+        with pytest.raises(ShapeError, match="^gate.*: expected a tensor on cpu, got meta"):
+            kda(**inputs, gate=gate)
+
+
+@pytest.mark.parametrize("cu", [[0, 2.5, 6], [0.0, 6.0], [[0, 6]], "06", 6, [0, None, 6], torch.tensor([0, 6 + 0j])])
+def test_boundaries_are_whole_numbers(cu: object) -> None:
+    with pytest.raises(ShapeError, match="^cu_seqlens: expected integers, got .*; give the"):
+        kda(*make("random", [6])[:5], cu_seqlens=cu)
+
+
+def test_boundaries_may_be_any_integers() -> None:
+    inputs = make("random", [2, 4])[:5]
+    want = kda(*inputs, cu_seqlens=[0, 2, 6])[0]
+    of_numpy = torch.tensor([0, 2, 6]).numpy()
+    for cu in (torch.tensor([0, 2, 6], dtype=torch.int32), of_numpy, list(torch.tensor([0, 2, 6])), (0, 2, 6)):
+        assert torch.equal(kda(*inputs, cu_seqlens=cu)[0], want)
 
 
 def test_unknown_backend_names_the_nearest() -> None:

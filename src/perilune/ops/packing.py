@@ -4,6 +4,7 @@
 """
 
 import itertools
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -28,7 +29,12 @@ def boundaries(cu_seqlens: Tensor | Sequence[int] | None, batch: int, length: in
                 "give the N+1 boundaries of N documents"
             )
         cu_seqlens = cu_seqlens.tolist()
-    cu = [int(x) for x in cu_seqlens]
+    try:
+        cu = [operator.index(x) for x in cu_seqlens]  # int() would round
+    except TypeError:
+        raise ShapeError(
+            f"cu_seqlens: expected integers, got {cu_seqlens}; give the N+1 boundaries of N documents"
+        ) from None
     if not cu or cu[0] != 0:
         raise ShapeError(f"cu_seqlens: expected first entry 0, got {cu[:1]}; it starts where the row starts")
     if cu[-1] != length:

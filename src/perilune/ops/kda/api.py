@@ -85,12 +85,13 @@ def kda(
     Raises ShapeError for inputs that do not fit together, BackendError for a backend that cannot serve the call.
     """
     _check(q, k, v, g, beta, ("B", "T"), gate)
+    scale = _scale(scale, q.shape[-1])
     cu = boundaries(cu_seqlens, q.shape[0], q.shape[1])
     _check_state(initial_state, "initial_state", q.shape[0] if cu is None else len(cu) - 1, q, v)
     with without_autocast(q):
         q, k, g, beta, gate = _repeat(q, k, v, g, beta, gate)
         options = {
-            "scale": q.shape[-1] ** -0.5 if scale is None else scale,
+            "scale": scale,
             "initial_state": initial_state,
             "cu": cu,
             "gate": gate,
@@ -121,12 +122,12 @@ def kda_step(
     Raises ShapeError.
     """
     _check(q, k, v, g, beta, ("B",), gate)
+    scale = _scale(scale, q.shape[-1])
     _check_state(state, "state", q.shape[0], q, v)
     with without_autocast(q):
         q, k, g, beta, gate = _repeat(q, k, v, g, beta, gate)
         q, k, g, beta = _activate(q, k, v, g, beta, gate, normalize_qk, beta_logits)
         dtype = working_dtype(q, k, v, g, beta, state)
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
         q, k, wide_v, g, beta, state = (x.to(dtype) for x in (q, k, v, g, beta, state))
         o, state = step(q, k, wide_v, g, beta, state, scale)
     return o.to(v.dtype), state
@@ -167,13 +168,26 @@ def _repeat_heads(x: Tensor, heads: int, dim: int) -> Tensor:
     return x if x.shape[dim] == heads else x.repeat_interleave(heads // x.shape[dim], dim)
 
 
+def _scale(scale: float | None, K: int) -> float:
+    if isinstance(scale, Tensor):  # some backends would lose its gradient
+        raise ShapeError("scale: expected a number, got a tensor; multiply the output by it")
+    return K**-0.5 if scale is None else scale
+
+
 def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lead: tuple[str, ...], gate: Gate | None) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
+        _check_kind(name, x, q.device)
+    if gate is not None:
+        _check_kind("gate.A_log", gate.A_log, q.device)
+        _check_kind("gate.dt_bias", gate.dt_bias, q.device)
     for name, x, letters in (("q", q, (*lead, "H", "K")), ("v", v, (*lead, "HV", "V"))):
         if x.dim() != len(letters):
             raise ShapeError(f"{name}: expected [{', '.join(letters)}], got {list(x.shape)}; add or drop dimensions")
     if k.shape != q.shape:
         raise ShapeError(f"k: expected the shape of q {list(q.shape)}, got {list(k.shape)}; q and k share K and heads")
     *rows, H, K = q.shape
+    if not H or not K:
+        raise ShapeError(f"q: expected a head and a channel at least, got {list(q.shape)}; leave out what has none")
     HV = v.shape[-2]
     if list(v.shape[:-2]) != rows or HV % H:
         expected = ", ".join(map(str, rows))
@@ -192,9 +206,20 @@ def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lead: tuple
         )
 
 
+def _check_kind(name: str, x: Tensor, device: torch.device) -> None:
+    """Kernels are given addresses: on another device those are of something else."""
+    if x.device != device:
+        raise ShapeError(f"{name}: expected a tensor on {device}, got {x.device}; move it to where q is")
+    if not x.is_floating_point():
+        raise ShapeError(f"{name}: expected real numbers in floating point, got {x.dtype}; convert it")
+
+
 def _check_state(state: Tensor | None, name: str, sequences: int, q: Tensor, v: Tensor) -> None:
+    if state is None:
+        return
+    _check_kind(name, state, q.device)
     expected = [sequences, v.shape[-2], q.shape[-1], v.shape[-1]]
-    if state is not None and list(state.shape) != expected:
+    if list(state.shape) != expected:
         raise ShapeError(
             f"{name}: expected {expected} (sequences, heads, K, V), got {list(state.shape)}; "
             "states are K-first, one a sequence"
