@@ -346,16 +346,25 @@ def test_what_does_not_fit_is_named() -> None:
         "weights.norm": lambda: kda_decode(*inputs, pool, slots, replace(weights, norm=weights.norm[:4])),
         "pool, qkv: expected": lambda: kda_decode(qkv[0], z, beta, gates, pool, slots, weights),
         "at most 1 drafted": lambda: kda_decode(*inputs, pool, slots, weights, draft=True),
+        "pool.state: expected float32": lambda: kda_decode(
+            *inputs, replace(pool, state=pool.state.to(bf16)), slots, weights
+        ),
+        "out_gate: expected real numbers": lambda: kda_decode(qkv, z, beta, gates.long(), pool, slots, weights),
+        "weights.gate.A_log: expected a tensor on": lambda: kda_decode(
+            *inputs, pool, slots, replace(weights, gate=replace(weights.gate, A_log=weights.gate.A_log.to("meta")))
+        ),
     }
     if DEVICE == "cpu":
         calls |= {
             "slots: expected different": lambda: kda_decode(*inputs, pool, slots_of(1, 1), weights),
             "slots: expected different ones below 3": lambda: kda_decode(*inputs, pool, slots_of(1, 3), weights),
             "accepted: expected 0 to 1": lambda: kda_accept(pool, slots, slots_of(0, 2), weights),
+            "accepted: expected 0 to 1, got .-1": lambda: kda_accept(pool, slots, slots_of(-1, 0), weights),
         }
     for message, call in calls.items():
         with pytest.raises(ShapeError, match=message):
             call()
+    kda_accept(pool, slots_of(-1, 0), slots_of(9, 0), weights)  # of padding nothing is read
 
 
 @pytest.mark.skipif(not (INTERPRETED or GPU), reason="runs with the others in test_the_kernel_interpreted")

@@ -118,7 +118,7 @@ def kda_decode(
             in place of earlier drafts.
         accepted: [N] int32 or int64, how many of the drafts kept by the call before were right, the first ones.  They
             become part of state and window first, at no further pass over the state; all others are forgotten.
-            None is zero.
+            None is zero.  The pool does not count them: more than were kept then would be what an older call left.
         backend: "auto", "gluon", "triton" or "reference".
 
     Returns:
@@ -310,6 +310,7 @@ def _check(
         ("pool.draft_z", pool.draft_z, [S, D, H, K]),
         ("pool.draft_beta", pool.draft_beta, [S, D, H]),
         ("weights.conv", weights.conv, conv),
+        ("weights.gate.A_log", weights.gate.A_log, [H]),
         ("weights.gate", weights.gate.dt_bias, [H, K]),
         ("weights.norm", weights.norm, [V]),
     ):
@@ -317,6 +318,14 @@ def _check(
             raise ShapeError(f"{name}: expected {shape}, got {list(x.shape)}; pool {[S, H, K, V]} is [S, H, K, V]")
         if x is not None and x.device != pool.state.device:
             raise ShapeError(f"{name}: expected a tensor on {pool.state.device}, got {x.device}; move it to the pool's")
+    if pool.state.dtype not in (torch.float32, torch.float64):
+        raise ShapeError(
+            f"pool.state: expected float32, or float64, got {pool.state.dtype}; it is added to at every token, so keep "
+            "states as KdaPool.zeros makes them"
+        )
+    for name, x in (("qkv", qkv), ("out_gate", out_gate)):
+        if not x.is_floating_point():
+            raise ShapeError(f"{name}: expected real numbers in floating point, got {x.dtype}; convert it")
     for name, x, held in (
         ("qkv", qkv, pool.window),
         ("qkv", qkv, pool.draft_qkv),
@@ -331,12 +340,12 @@ def _check(
     if draft and T > D:
         raise ShapeError(f"qkv: expected at most {D} drafted tokens, got {T}; make the pool with drafts={T}")
     if slots.device.type == "cpu":  # elsewhere a look at the values would wait for the device
-        _check_values(slots.tolist(), [] if accepted is None else accepted.tolist(), S, D)
+        _check_values(slots.tolist(), [0] * N if accepted is None else accepted.tolist(), S, D)
 
 
 def _check_values(slots: list[int], accepted: list[int], S: int, D: int) -> None:
     used = [slot for slot in slots if slot >= 0]
     if len(set(used)) < len(used) or any(slot >= S for slot in used):
         raise ShapeError(f"slots: expected different ones below {S}, got {slots}; two sequences cannot share a state")
-    if any(not 0 <= count <= D for count in accepted):
+    if any(not 0 <= count <= D for count, slot in zip(accepted, slots) if slot >= 0):
         raise ShapeError(f"accepted: expected 0 to {D}, got {accepted}; the pool holds no more drafts")
