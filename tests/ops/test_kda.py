@@ -657,6 +657,25 @@ def test_agrees_with_transformers() -> None:
     assert_same(run(ours, inputs, do, dstate), run(theirs, inputs, do, dstate), 2e-5)
 
 
+# Under a compiler
+
+
+def test_a_batch_compiles_as_a_whole_with_its_gradients() -> None:
+    """Forward and backward are one graph each, of the operations that run without a compiler."""
+    inputs = make("random", [70], batch=2)
+    inputs[4] = torch.randn_like(inputs[4])  # logits
+    do, dstate = upstream(inputs)
+
+    def ours(*x: Tensor, scale: float, initial_state: Tensor) -> tuple[Tensor, Tensor]:
+        gate = BoundedGate(torch.zeros(2, dtype=f64), torch.zeros(2, 12, dtype=f64))
+        options = {"gate": gate, "normalize_qk": True, "beta_logits": True}
+        return kda(*x, initial_state=initial_state, output_final_state=True, backend="chunked", **options)
+
+    torch.compiler.reset()
+    whole = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    assert_same(run(whole, inputs, do, dstate), run(ours, inputs, do, dstate), 1e-12)
+
+
 # Mistakes of callers
 
 
@@ -699,18 +718,18 @@ def test_tensors_of_another_kind_or_device_are_named() -> None:
     for name in ("k", "v", "g", "beta"):
         with pytest.raises(ShapeError, match=f"^{name}: expected a tensor on cpu, got meta; move"):
             kda(**inputs | {name: inputs[name].to("meta")})
-    with pytest.raises(ShapeError, match="^initial_state: expected a tensor on cpu, got meta"):
+    with pytest.raises(ShapeError, match=r"^initial_state: expected a tensor on cpu, got meta"):
         kda(**inputs, initial_state=state.to("meta"))
-    with pytest.raises(ShapeError, match="^state: expected a tensor on cpu, got meta"):
+    with pytest.raises(ShapeError, match=r"^state: expected a tensor on cpu, got meta"):
         kda_step(*(x[:, 0] for x in inputs.values()), state.to("meta"))
     for gate in (BoundedGate(A_log.to("meta"), dt_bias), SoftplusGate(A_log, dt_bias.to("meta"))):
-        with pytest.raises(ShapeError, match="^gate.*: expected a tensor on cpu, got meta"):
+        with pytest.raises(ShapeError, match=r"^gate.*: expected a tensor on cpu, got meta"):
             kda(**inputs, gate=gate)
 
 
 @pytest.mark.parametrize("cu", [[0, 2.5, 6], [0.0, 6.0], [[0, 6]], "06", 6, [0, None, 6], torch.tensor([0, 6 + 0j])])
 def test_boundaries_are_whole_numbers(cu: object) -> None:
-    with pytest.raises(ShapeError, match="^cu_seqlens: expected integers, got .*; give the"):
+    with pytest.raises(ShapeError, match=r"^cu_seqlens: expected integers, got .*; give the"):
         kda(*make("random", [6])[:5], cu_seqlens=cu)
 
 

@@ -124,7 +124,7 @@ def backward_part(
     part.fill(out[:, :, 0], do)
     dz, leaving = reverse_scan(c, out[:, :, 0], dstate)
 
-    torch.neg(dz, out=out[:, :, 1])
+    out[:, :, 1].copy_(dz).neg_()
     dpa = torch.bmm(out.flatten(1, 2), u.mT).view_as(c.pa)  # of P beside that of L, then of A
     dp = dpa[:, :, 0].diagonal(dim1=1, dim2=2)[..., None]
     dbeta = (dz * y).sum(-1, keepdim=True).add_((dpa[:, :, 1] * c.pa[:, :, 1]).sum(-1, keepdim=True))
