@@ -374,6 +374,8 @@ def test_models_and_layers_that_do_not_fit_are_named() -> None:
     for layers in ([4], [-5], [1, 1], [0, -4]):
         with pytest.raises(ConfigError, match="layers: expected different ones from 0 to 3"):
             replace_attention(model, layers)
+    with pytest.raises(ConfigError, match=r"expected a decoder with layers\[i\].self_attn, got Linear"):
+        replace_attention(torch.nn.Linear(2, 2))
     model.model.layers = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
     with pytest.raises(ConfigError, match=r"expected a decoder with layers\[i\].self_attn, got LlamaModel"):
         replace_attention(model)

@@ -483,6 +483,11 @@ def test_autocast_runs_on_float32_weights_with_a_float32_state():
 def test_misuse_is_named():
     m = layer()
     x = torch.randn(2, 4, D, dtype=torch.float64)
+    for size in ("hidden_size", "num_heads", "head_dim", "conv_size"):
+        with pytest.raises(ConfigError, match=f"^{size}: expected 1 at least, got 0; "):
+            KimiDeltaAttention(**{"hidden_size": 8, "num_heads": 1, "head_dim": 8, size: 0})
+    with pytest.raises(ShapeError, match=r"^x: expected \[B, T, D\], got \[5, 32\]; "):
+        layer()(torch.zeros(5, 32))
     with pytest.raises(ConfigError, match="g_min"):
         KimiDeltaAttention(D, H, K, g_min=0.5)
     with pytest.raises(ShapeError, match="cu_seqlens"):

@@ -36,7 +36,7 @@ def replace_attention(
 
     Raises ConfigError for a model or layers that do not fit.
     """
-    decoder = model.get_decoder()
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     blocks = getattr(decoder, "layers", None)
     if not isinstance(blocks, nn.ModuleList) or not all(hasattr(block, "self_attn") for block in blocks):
         raise ConfigError(

@@ -67,7 +67,8 @@ class KimiDeltaAttention(Float32Parameters):
     the parameters' gradients once they are summed over the group.  Every rank makes the call and runs its backward
     pass, or none does.  There is no cache then.
 
-    Raises ShapeError for a cache of another size or beside a group, and for `cu_seqlens` that do not describe x.
+    Raises ConfigError for sizes below 1 and for `g_min` out of range; ShapeError for x of other dimensions, for a cache
+    of another size or beside a group, and for `cu_seqlens` that do not describe x.
 
     Parameters have the names and shapes of the released checkpoints; `A_log` [H], `dt_bias` [H*K] and the convolution
     filters stay in float32.
@@ -87,6 +88,9 @@ class KimiDeltaAttention(Float32Parameters):
         norm_eps: float = 1e-5,
     ) -> None:
         super().__init__()
+        sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "head_dim": head_dim, "conv_size": conv_size}
+        if small := [name for name, size in sizes.items() if size < 1]:
+            raise ConfigError(f"{small[0]}: expected 1 at least, got {sizes[small[0]]}; give a layer's size")
         if g_min is not None and not -5.5 <= g_min < 0:
             raise ConfigError(f"g_min: expected from -5.5 up to below 0, got {g_min}; give None for the softplus gate")
         self.num_heads = num_heads
@@ -135,6 +139,8 @@ class KimiDeltaAttention(Float32Parameters):
         cu_seqlens: Tensor | Sequence[int] | None = None,
         group: "dist.ProcessGroup | None" = None,
     ) -> Tensor:
+        if x.dim() != 3:
+            raise ShapeError(f"x: expected [B, T, D], got {list(x.shape)}; a row of tokens alone is x[None]")
         B, T, _ = x.shape
         if group is not None and cache is not None:
             raise ShapeError("cache: expected none beside group, got both; decode in one process, without a group")
