@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from perilune.ops import launcher
-from perilune.ops.launcher import Launcher
+from perilune.ops.launcher import Launcher, seen
 
 
 class Kernel:
@@ -69,6 +69,23 @@ def test_what_triton_compiles_anew_is_compiled_anew(args, constants, kernel):
     launch[5,](*args, **{"W": 8, "num_warps": 4} | constants)
     assert len(kernel.compiled) == 2
     assert not kernel.ran
+
+
+def test_what_triton_tells_apart_is_told_apart():
+    """By what Triton itself makes of arguments; sizes and strides stay below 2^63."""
+    binding = pytest.importorskip("triton._C.libtriton")
+    compiler = pytest.importorskip("triton.backends.nvidia.compiler")
+    if not hasattr(binding, "native_specialize_impl"):
+        pytest.skip("another release of Triton")
+    near = [n + d for n in (0, 16, 1 << 31, -(1 << 31), 1 << 32) for d in (-16, -1, 0, 1, 16)]
+    tensors = [x for d in (torch.float32, torch.bfloat16, torch.int32, torch.int64) for x in (X.to(d), X.to(d)[1:])]
+    alone = [*near, *tensors, X[:0], True, False, None, 0.0, 1.0]
+    together = [(), (1, 16), (3, 16), (X, 3), (X[1:], 3), (None, None)]
+    forms = {}
+    for x in alone + together:
+        form = binding.native_specialize_impl(compiler.CUDABackend, x, False, True, True)
+        assert forms.setdefault(repr(seen((x,))[1]), form) == form, x
+    assert len(forms) > 20
 
 
 @pytest.mark.parametrize("known", [True, False])

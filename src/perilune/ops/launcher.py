@@ -18,6 +18,7 @@ class Launcher:
     """Decorates a kernel, which is then launched as before, over one axis: `kernel[(programs,)](*args, **constants)`.
 
     args: in the kernel's order; constants: the rest of its arguments, all constexpr, and options of the compiler.
+    Constants that are equal count as one: none may be 1 in one call and True in another.
     """
 
     def __init__(self, kernel: Any) -> None:
