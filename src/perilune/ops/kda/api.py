@@ -210,7 +210,7 @@ def _check_kind(name: str, x: Tensor, device: torch.device) -> None:
     """Kernels are given addresses: on another device those are of something else."""
     if x.device != device:
         raise ShapeError(f"{name}: expected a tensor on {device}, got {x.device}; move it to where q is")
-    if not x.is_floating_point():
+    if not x.dtype.is_floating_point:
         raise ShapeError(f"{name}: expected real numbers in floating point, got {x.dtype}; convert it")
 
 
