@@ -487,7 +487,7 @@ def test_models_that_do_not_fit_are_named_and_left_alone() -> None:
         add_attn_res(model, 2)
     gemma = Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=16))  # names of parts as in Llama, norms elsewhere
     with pytest.raises(
-        ConfigError, match=r"expected layers among GPT2Block, Llama.*, got Gemma2DecoderLayer; .*by hand"
+        ConfigError, match=r"expected layers among DeepseekV3.*, GPT2Block, Llama.*, got Gemma2DecoderLayer; .*by hand"
     ):
         add_attn_res(gemma, 2)
     crossed = GPT2LMHeadModel(GPT2Config(**GPT2, add_cross_attention=True))

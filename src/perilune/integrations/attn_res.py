@@ -8,13 +8,18 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
+from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeDecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 
 from perilune.core.errors import ConfigError
+from perilune.integrations.retyping import check_forward
 from perilune.nn import BlockAttnRes, DepthStream
 from perilune.nn.attn_res import Start
 from perilune.nn.attn_res_stack import check_block_size
@@ -28,15 +33,17 @@ def add_attn_res(
     """Lets every sublayer of `model` read a learned mixture over depth, in place; returns the mixers that it adds.
 
     Args:
-        model: a Llama, Mistral, Qwen2, Qwen3 or GPT-2, with any head, before it is sharded, compiled or wrapped.
+        model: a Llama, Mistral, Mixtral, Qwen2, Qwen3, either's MoE, DeepSeek-V3 or GPT-2, with any head, before it is
+            sharded, compiled or wrapped.
         block_size: decoder layers (attention and feed-forward) that make a block; "full" makes each sublayer's output
             a source of its own.  From the number of layers on, the sources are the embedding and the live sum.
         start: "residual" begins with the outputs that the model has now, up to rounding; "mean" reads the mean of the
             sources instead of their sum, as the papers do (`BlockAttnRes`).
 
-    Two mixers a layer, `self_attention_res` and `mlp_res`, and the last layer's `output_attn_res` before the final
-    norm; on the model's device, in its dtype, all to be trained.  Names and values of other parameters stay.  What was
-    chosen is written to `model.config.attn_res`, from which `load_attn_res` builds the model again.
+    Two mixers a layer, `self_attention_res` and `mlp_res` (Mixtral: `experts_res`), and the last layer's
+    `output_attn_res` before the final norm; on their layer's device, in the model's dtype, all to be trained.  Other
+    parameters keep names and values.  What was chosen is written to `model.config.attn_res`, from which `load_attn_res`
+    builds the model again.
 
     Raises ConfigError for a model, block size or start that does not fit; then the model is as it was.
     """
@@ -51,13 +58,14 @@ def add_attn_res(
         check_block_size(block_size, " or 'full'")
     period = 1 if block_size == "full" else 2 * block_size
     width = decoder.config.hidden_size
-    with next(layers[0].parameters()).device:
-        mixers = [BlockAttnRes(width, start=start).to(model.dtype) for _ in range(2 * len(layers) + 1)]
+    places = [next(layer.parameters()).device for layer in layers for _ in range(2)]
+    mixers = [BlockAttnRes(width, start=start).to(place, model.dtype) for place in [*places, places[-1]]]
     for i, layer in enumerate(layers):
         layer.__class__ = ADAPTED[type(layer)]
         assert isinstance(layer, AttnResLayer)
         layer.period, layer.reads = period, 2 * i
-        layer.self_attention_res, layer.mlp_res = mixers[2 * i : 2 * i + 2]
+        for name, mixer in zip(layer.mixers, mixers[2 * i : 2 * i + 2]):
+            layer.add_module(name, mixer)
         layer.output_attn_res = mixers[-1] if i == len(layers) - 1 else None
     for part in {model, decoder}:  # a layer stays on one device
         part._no_split_modules = {*(part._no_split_modules or ()), *(type(layer).__name__ for layer in layers)}
@@ -68,7 +76,7 @@ def add_attn_res(
 def load_attn_res(model_class: type[Model], folder: str | Path, **options: Any) -> Model:
     """`model_class.from_pretrained(folder, **options)` for a model that was saved with attention residuals.
 
-    Raises ConfigError if it was saved without.
+    Raises ConfigError if it was saved without, or with `KimiDeltaAttention` too, which the class does not know.
     """
     told = options.pop("output_loading_info", False)
 
@@ -84,6 +92,11 @@ def load_attn_res(model_class: type[Model], folder: str | Path, **options: Any) 
 
     WithAttnRes.__name__ = model_class.__name__  # what its report on loading says
     model, info = WithAttnRes.from_pretrained(folder, output_loading_info=True, **options)
+    if kda := sorted(name for name in info["unexpected_keys"] if ".kda." in name):
+        raise ConfigError(
+            f"folder: expected the attention of {model_class.__name__}, got {kda[0]} in {folder}; build the model, "
+            "call replace_attention and add_attn_res as before, then load its state"
+        )
     if missing := sorted(name for name in info["missing_keys"] if name.endswith("res.query")):
         raise ConfigError(f"folder: expected mixers among the weights in {folder}, got no {missing[0]}; save them too")
     model.__class__ = model_class
@@ -103,6 +116,7 @@ def _layers_of(decoder: nn.Module) -> nn.ModuleList:
             raise ConfigError(f"model: expected layers among {known}, got {type(layer).__name__}; {_BY_HAND}")
         if hasattr(layer, "crossattention"):
             raise ConfigError(f"model: expected a decoder without cross-attention, got one with it; {_BY_HAND}")
+    check_forward(layers, "attention residuals")
     return layers
 
 
@@ -120,11 +134,12 @@ class AttnResLayer(nn.Module):
     sublayers: ClassVar[tuple[tuple[str, str], tuple[str, str]]]
     """(norm, attention), (norm, feed-forward): names of children."""
     arguments: ClassVar[tuple[str, ...]]
-    """Those of the adapted layer's forward, as it may get them by position, after the hidden states."""
+    """Those of the adapted layer's forward, which is the last base, after the hidden states: it may get them by
+    position."""
+    mixers: ClassVar[tuple[str, str]] = ("self_attention_res", "mlp_res")
+    """Names of the children that mix what the two read."""
     period: int
     reads: int
-    self_attention_res: BlockAttnRes
-    mlp_res: BlockAttnRes
     output_attn_res: BlockAttnRes | None
     gradient_checkpointing: bool  # these two are set by `gradient_checkpointing_enable`
     _gradient_checkpointing_func: Any
@@ -132,6 +147,7 @@ class AttnResLayer(nn.Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Not that of transformers' layers, which would put its recomputation around this forward: of the reentrant
         kind that one loses the gradients of tensors inside a tuple."""
+        cls.arguments = tuple(inspect.signature(cls.__bases__[-1].forward).parameters)[2:]  # type: ignore[attr-defined]
 
     def forward(
         self, hidden_states: Tensor | tuple[Tensor, ...], *args: Any, **kwargs: Any
@@ -150,21 +166,22 @@ class AttnResLayer(nn.Module):
 
     def _run(self, options: dict[str, Any], live: Tensor, *bank: Tensor) -> tuple[Tensor, ...]:
         """The new live sum and the blocks finished here; the last mixture after the last layer."""
-        (norm, attention), (second_norm, feed_forward) = self._children()
+        (mixer, norm, attention), (second_mixer, second_norm, feed_forward) = self._children()
         stream = DepthStream.resume([*bank, live], self.period, self.reads)
-        stream.add(attention(norm(stream.read(self.self_attention_res)), **options)[0])
-        stream.add(feed_forward(second_norm(stream.read(self.mlp_res))))
+        stream.add(attention(norm(stream.read(mixer)), **options)[0])
+        stream.add(feed_forward(second_norm(stream.read(second_mixer))))
         if self.output_attn_res is not None:
             return (stream.mixed(self.output_attn_res),)
         return stream.live, *stream.bank[len(bank) :]
 
-    def _children(self) -> list[tuple[Any, Any]]:
-        return [(getattr(self, norm), getattr(self, sublayer)) for norm, sublayer in self.sublayers]
+    def _children(self) -> list[tuple[Any, Any, Any]]:
+        """(mixer, norm, attention), (mixer, norm, feed-forward)."""
+        names = ((mixer, *sublayer) for mixer, sublayer in zip(self.mixers, self.sublayers))
+        return [(getattr(self, a), getattr(self, b), getattr(self, c)) for a, b, c in names]
 
 
 class _LlamaLike(AttnResLayer):
     sublayers = (("input_layernorm", "self_attn"), ("post_attention_layernorm", "mlp"))
-    arguments = tuple(inspect.signature(LlamaDecoderLayer.forward).parameters)[2:]
 
 
 class AttnResLlamaLayer(_LlamaLike, LlamaDecoderLayer):
@@ -175,7 +192,16 @@ class AttnResMistralLayer(_LlamaLike, MistralDecoderLayer):
     pass
 
 
+class AttnResMixtralLayer(_LlamaLike, MixtralDecoderLayer):
+    # On disk Mixtral's `mlp` has another name, and transformers renames whatever begins with those letters.
+    mixers = ("self_attention_res", "experts_res")
+
+
 class AttnResQwen2Layer(_LlamaLike, Qwen2DecoderLayer):
+    pass
+
+
+class AttnResQwen2MoeLayer(_LlamaLike, Qwen2MoeDecoderLayer):
     pass
 
 
@@ -183,9 +209,16 @@ class AttnResQwen3Layer(_LlamaLike, Qwen3DecoderLayer):
     pass
 
 
+class AttnResQwen3MoeLayer(_LlamaLike, Qwen3MoeDecoderLayer):
+    pass
+
+
+class AttnResDeepseekV3Layer(_LlamaLike, DeepseekV3DecoderLayer):
+    pass
+
+
 class AttnResGPT2Block(AttnResLayer, GPT2Block):
     sublayers = (("ln_1", "attn"), ("ln_2", "mlp"))
-    arguments = tuple(inspect.signature(GPT2Block.forward).parameters)[2:]
 
     def forward(
         self, hidden_states: Tensor | tuple[Tensor, ...], *args: Any, **kwargs: Any
@@ -200,8 +233,12 @@ class AttnResGPT2Block(AttnResLayer, GPT2Block):
 ADAPTED: dict[type[nn.Module], type[AttnResLayer]] = {
     LlamaDecoderLayer: AttnResLlamaLayer,
     MistralDecoderLayer: AttnResMistralLayer,
+    MixtralDecoderLayer: AttnResMixtralLayer,
     Qwen2DecoderLayer: AttnResQwen2Layer,
+    Qwen2MoeDecoderLayer: AttnResQwen2MoeLayer,
     Qwen3DecoderLayer: AttnResQwen3Layer,
+    Qwen3MoeDecoderLayer: AttnResQwen3MoeLayer,
+    DeepseekV3DecoderLayer: AttnResDeepseekV3Layer,
     GPT2Block: AttnResGPT2Block,
 }
 """Which layers can be adapted.  By class and not by the names of their parts: others have the same names and put their

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel, TrainerCallback
 
 from perilune.core.errors import CheckpointError, ConfigError
+from perilune.integrations.retyping import check_forward
 from perilune.integrations.routers import (
     BIAS,
     BIASED_SIGMOID,
@@ -66,8 +67,8 @@ def balance(model: nn.Module, kind: str = "quantile", **options: Any) -> "Balanc
 
     Not counted: padding (as `attention_mask` says), evaluation mode, passes without gradients, recomputation.
 
-    Raises ConfigError for a model without a router that is served, one that has balancers already, or one on the meta
-    device.
+    Raises ConfigError for a model without a router that is served, one that has balancers already, one on the meta
+    device, or one whose routers `accelerate` has hooks in.
     """
     found = {name: module for name, module in model.named_modules() if family(module)}
     _check_routers(model, found)
@@ -306,6 +307,7 @@ def _check_routers(model: nn.Module, found: dict[str, nn.Module]) -> None:
             f"{' and '.join(others) or 'no router'}; put a QuantileBalancer into its router by hand as "
             "docs/quantile-balancing-in-your-model.md shows"
         )
+    check_forward(found.values(), "balancers")
     if others:
         log.warning("balance: left alone are routers of %s, which are not served", ", ".join(others))
 
