@@ -135,8 +135,8 @@ def trained_claims(name: str, trained: dict[str, Any], even: str) -> list[tuple[
         text = f"{dead:.2%} in the worst layer's last {trained['window']} steps"
         rows.append((f"fewer than {SMALL_DEAD:.0%} of experts dead", where, text, holds(dead < SMALL_DEAD)))
         rows.append(("a loss no worse than any other rule's", where, *loss_claim(trained, situation)))
-    if trained["timing"]:
-        times = trained["timing"]["rules"]
+    times = trained["timing"]["rules"] if trained["timing"] else {}
+    if OURS in times and "none" in times:
         share = times[OURS]["share"] - times["none"]["share"]
         text = f"{share:.2%} more than counting loads takes ({times[OURS]['share']:.2%} in all)"
         rows.append((f"less than {SMALL_SHARE:.0%} of a step's time", f"`{name}`", text, holds(share < SMALL_SHARE)))

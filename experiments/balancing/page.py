@@ -150,10 +150,10 @@ def time_table(evidence: dict[str, Any], name: str) -> str:
     if name not in evidence["scales"] or not evidence["scales"][name]["timing"]:
         return NOT_YET
     times = evidence["scales"][name]["timing"]
-    none = times["rules"]["none"]["share"]
+    none = times["rules"].get("none")
     rows = [
         [rule, f"{values['step_ms']:,.0f}", f"{values['balancers_ms']:.1f}", f"{values['share']:.2%}",
-         f"{values['share'] - none:.2%}"]
+         f"{values['share'] - none['share']:.2%}" if none else ""]
         for rule, values in times["rules"].items()
     ]  # fmt: skip
     head = ["rule", "step, ms", "balancers, ms", "share of a step", "beyond counting loads"]

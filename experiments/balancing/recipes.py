@@ -85,14 +85,19 @@ class Scale:
     timed_steps: int = 20
 
     def limited(self, seeds: int | None, rules: str | None, situations: str | None) -> "Scale":
-        """With fewer seeds, or only these rules and situations, by commas.  Raises ConfigError for one not there."""
+        """With fewer seeds, or only these rules and situations, by commas.  Raises ConfigError for one not there.
+
+        What a rule leaves open is chosen in these situations alone, or, if it is in none of them, where it always is.
+        """
         chosen = {"rules": (rules, self.rules), "situations": (situations, self.situations)}
         named = {key: tuple(text.split(",")) for key, (text, _) in chosen.items() if text is not None}
         for key, names in named.items():
             for name in names:
                 if name not in chosen[key][1]:
                     raise ConfigError(f"--{key}: {self.name} has none called {name!r}; {nearest(name, chosen[key][1])}")
-        return replace(self, seeds=min(seeds or self.seeds, self.seeds), **named)
+        fewer = replace(self, seeds=min(seeds or self.seeds, self.seeds), **named)
+        tuned_in = tuple(name for name in self.tuned_in if name in fewer.situations) or self.tuned_in
+        return replace(fewer, tuned_in=tuned_in)
 
 
 def tiny() -> K3Config:

@@ -25,16 +25,17 @@ def train_scale(scale: Scale, home: Path, devices: list[str], jobs: int | None, 
     jobs = jobs or places(scale, devices)
     with console.status("taking the library's prose and code apart, training the tokenizer"):
         texts.prepare(scale, home)
-    if "skewed" in scale.situations:
-        for seed in seeds_of(scale):
-            with console.status(f"skewing the routers of seed {seed}"):
-                skew.prepare(scale, seed, home, devices[0])
+    for seed in skewed_seeds(scale):
+        with console.status(f"skewing the routers of seed {seed}"):
+            skew.prepare(scale, seed, home, devices[0])
         torch.cuda.empty_cache()  # for the runs, which are other processes; without a GPU it does nothing
     tuning = dict(command(scale, home, *case) for case in tuning_cases(scale))
     if tuning:
         console.print(f"{scale.name}: {len(tuning)} runs on seed {TUNING_SEED} choose steps and coefficients")
         train_all(tuning, jobs, devices, console, PROGRAM)
-    chosen = choose(scale, home)
+    chosen = kept_choices(home)
+    for rule, situations in choose(scale, home).items():
+        chosen[rule] = {**chosen.get(rule, {}), **situations}
     write_json(home / "chosen.json", chosen)
     runs = dict(command(scale, home, *case) for case in cases(scale, chosen))
     console.print(f"{scale.name}: {len(runs)} runs, {jobs} at a time on {', '.join(devices)}")
@@ -42,9 +43,16 @@ def train_scale(scale: Scale, home: Path, devices: list[str], jobs: int | None, 
     timing.time_rules(scale, chosen, home, devices[0], console)
 
 
-def seeds_of(scale: Scale) -> list[int]:
+def skewed_seeds(scale: Scale) -> list[int]:
+    """Those that begin from a skewed router in some run."""
     tuned = any(RULES[rule].tuned for rule in scale.rules) and "skewed" in scale.tuned_in
-    return [*range(scale.seeds), *[TUNING_SEED] * tuned]
+    return [*(range(scale.seeds) if "skewed" in scale.situations else ()), *[TUNING_SEED] * tuned]
+
+
+def kept_choices(home: Path) -> dict[str, Any]:
+    """What was chosen before, for other rules or in other situations."""
+    path = home / "chosen.json"
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 Case = tuple[str, str, float | None, int]

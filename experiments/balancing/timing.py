@@ -12,6 +12,7 @@ from rich.console import Console
 
 from experiments.balancing.recipes import RULES, Scale, run
 from perilune.cli.result import machine
+from perilune.train.config import Run
 from perilune.train.folder import write_json
 from perilune.train.loop import Trainer
 
@@ -19,24 +20,30 @@ WARM = 3  # steps before the first that counts
 
 
 def time_rules(scale: Scale, chosen: dict[str, Any], home: Path, device: str, console: Console) -> None:
-    """Writes `timing.json` below `home`, unless it is there; nothing else should be at work on the device."""
-    path = home / "timing.json"
-    if path.exists():
-        return
-    rules: dict[str, Any] = {}
-    for number, rule in enumerate(scale.rules, 1):
+    """Adds the scale's rules to `timing.json` below `home`; nothing else should be at work on the device."""
+    times: dict[str, Any] = read(home) or {"rules": {}}
+    missing = [rule for rule in scale.rules if rule not in times["rules"]]
+    for number, rule in enumerate(missing, 1):
         value = next(iter(chosen[rule].values()))["chosen"] if rule in chosen else None
-        with console.status(f"timing {rule}, {number} of {len(scale.rules)}"):
+        with console.status(f"timing {rule}, {number} of {len(missing)}"):
             recipe = run(scale, "normal", RULES[rule].changes(value), 0, home)
-            rules[rule] = timed(Trainer(recipe, device=device), scale.timed_steps)
-    trainer = Trainer(run(scale, "normal", ("model.balance.kind=none",), 0, home), device=device)
-    write_json(path, {"machine": machine(trainer), "rules": rules})
+            times["rules"][rule], times["machine"] = time_run(recipe, device, scale.timed_steps)
+    if missing:
+        rules = {rule: times["rules"][rule] for rule in RULES if rule in times["rules"]}
+        write_json(home / "timing.json", {"machine": times["machine"], "rules": rules})
+
+
+def time_run(recipe: Run, device: str, steps: int) -> tuple[dict[str, float], dict[str, Any]]:
+    """`timed`, and of which machine; the model is gone when this returns, before the next one is built."""
+    trainer = Trainer(recipe, device=device)
+    return timed(trainer, steps), machine(trainer)
 
 
 class Clock:
-    """Adds up the time between `start` and `stop`: on a GPU what passes on its stream, without waiting for it."""
+    """Adds up the time inside functions: on a GPU what passes on its stream, without waiting for it."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._gpu = device.type == "cuda"
         self._spans: list[tuple[Any, Any]] = []
 
@@ -44,7 +51,7 @@ class Clock:
         if not self._gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))  # which need not be the current device's
         return event
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,7 +66,7 @@ class Clock:
     def take(self) -> float:
         """Seconds since the last call."""
         if self._gpu:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self._device)
         spans, self._spans = self._spans, []
         return sum(a.elapsed_time(b) / 1e3 if self._gpu else b - a for a, b in spans)
 

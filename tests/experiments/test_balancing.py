@@ -1,6 +1,7 @@
 """The evidence about balancing: its parts at a size of seconds, and that the page shows what the figures file says."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,30 @@ def test_balancers_times_are_part_of_their_steps(home):
     assert times["none"]["balancers_ms"] < times["quantile"]["balancers_ms"]
 
 
+def test_a_clock_of_a_second_gpu_looks_at_that_one(monkeypatch):
+    """Which need not be the current one: events on another's stream would time nothing."""
+    asked = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self, stream):
+            asked.append(stream)
+
+        def elapsed_time(self, other):
+            return 2.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: ("stream", device))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: asked.append(device))
+    second = torch.device("cuda:1")
+    clock = timing.Clock(second)
+    assert clock.around(lambda x: x + 1)(1) == 2
+    assert clock.take() == pytest.approx(0.002)
+    assert asked == [("stream", second), ("stream", second), second]
+
+
 def test_larger_scales_build_and_are_what_they_say():
     counts = {}
     for name in ("small", "full", "wide"):
@@ -169,7 +194,39 @@ def test_one_command_does_a_part_and_does_it_once(tmp_path, monkeypatch, capsys)
     assert main(words) == 0
     assert "2 of 2 runs are finished already" in capsys.readouterr().out
     assert made == {path.name: path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")}
-    assert set(json.loads((tmp_path / "tiny" / "timing.json").read_text())["rules"]) == {"none", "quantile"}
+    timed = json.loads((tmp_path / "tiny" / "timing.json").read_text())["rules"]
+    assert set(timed) == {"none", "quantile"}
+    words[2] = "quantile,sign"  # another rule, whose step has to be chosen
+    assert main(words) == 0
+    more = json.loads((tmp_path / "tiny" / "timing.json").read_text())["rules"]
+    assert list(more) == ["quantile", "sign", "none"]
+    assert more["none"] == timed["none"]
+    words[2] = "none,quantile"
+    assert main(words) == 0
+    assert set(json.loads((tmp_path / "tiny" / "chosen.json").read_text())) == {"sign"}  # it is kept
+
+
+def test_situations_that_are_not_asked_for_are_prepared_for_choosing_alone():
+    full = recipes.SCALES["full"]
+    assert full.limited(1, "sign,none", "normal").tuned_in == ("normal",)
+    assert runs.skewed_seeds(full.limited(1, "sign,none", "normal")) == []
+    assert runs.skewed_seeds(full.limited(2, "sign,none", None)) == [0, 1, recipes.TUNING_SEED]
+    assert runs.skewed_seeds(full.limited(2, "none", None)) == [0, 1]
+    elsewhere = replace(full, tuned_in=("skewed",)).limited(1, "sign", "normal")
+    assert (elsewhere.tuned_in, runs.skewed_seeds(elsewhere)) == (("skewed",), [recipes.TUNING_SEED])
+
+
+def test_the_page_takes_a_part_of_the_rules(home):
+    """Also without the one that all are compared with, or without ours."""
+    found = evidence.collect(home.parent)["scales"]["tiny"]
+    for missing in ("none", "quantile"):
+        rules = {rule: times for rule, times in found["timing"]["rules"].items() if rule != missing}
+        fewer = found | {"timing": found["timing"] | {"rules": rules}}
+        claimed = [row[0] for row in evidence.trained_claims("tiny", fewer, "even at 896 experts")]
+        assert "less than 1% of a step's time" not in claimed
+        table = page.time_table({"scales": {"tiny": fewer}}, "tiny")
+        assert f"\n| {missing} " not in table
+        assert "\n| sign " in table
 
 
 # texts and skew
