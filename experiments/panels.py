@@ -1,6 +1,7 @@
 """Several plots in one plotly figure, in the style of `perilune report`."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,7 @@ from perilune.report.theme import DASHES, LIGHT, LINES, axis, colour, layout
 
 PANEL, GAP = 300, 0.09  # px of a panel's height with its axis; share of the width between two
 LEGEND, TITLE, LABELS = 58, 26, 48  # px above all, above a panel's plot, below it
+TICKS = 8  # on a log axis, at most, where powers of ten are enough of them
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,29 @@ def grid(panels: Sequence[Panel], columns: int, height: int = PANEL) -> Figure:
             margin={"l": 16, "r": 12, "t": LEGEND, "b": 0}, hovermode="closest", **made,
         ),
     }  # fmt: skip
+
+
+def log_axis(values: Iterable[float]) -> dict[str, Any]:
+    """From the least to the largest of those above 0, with plain numbers: 1, 2, 5, 10; every digit if those are not
+    even two, powers of ten if they are many."""
+    known = [value for value in values if value and value > 0]
+    if not known:
+        return {}
+    low, high = math.log10(min(known)) - 0.05, math.log10(max(known)) + 0.05
+    powers = range(math.floor(low), math.ceil(high) + 1)
+
+    def within(digits: Iterable[int]) -> list[float]:
+        return [m * 10.0**p for p in powers for m in digits if low <= math.log10(m * 10.0**p) <= high]
+
+    ticks = within((1, 2, 5))
+    if len(ticks) < 2 or len(ticks) > TICKS:
+        ticks = within(range(1, 10) if len(ticks) < 2 else (1,))
+    return {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks], "range": [low, high]}
+
+
+def rgb(code: str) -> tuple[int, int, int]:
+    """`#0b6b94` as numbers from 0 to 255."""
+    return int(code[1:3], 16), int(code[3:5], 16), int(code[5:7], 16)
 
 
 def styled(i: int) -> tuple[str, dict[str, Any]]:

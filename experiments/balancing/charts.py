@@ -6,7 +6,7 @@ from typing import Any
 
 from experiments.balancing import synthetic
 from experiments.balancing.evidence import chosen_runs, rules_of, situations_of
-from experiments.panels import Panel, grid, styled
+from experiments.panels import Panel, grid, log_axis, rgb, styled
 from perilune.nn.load import sampling_floor
 from perilune.report.draw import Figure, line
 from perilune.report.theme import LIGHT, colour, titled
@@ -52,9 +52,7 @@ def map_panel(cells: list[dict[str, Any]], key: str) -> tuple[list[dict[str, Any
         z[row][column] = FAMILIES.index(order[0])
         level = [rule for rule in order[1:] if found[rule] <= TIE * found[order[0]]]
         also = "".join(f"<br>{'also ' if i == 0 else ''}{', '.join(level[i : i + 2])}" for i in range(0, len(level), 2))
-        text[row][column] = (
-            f"<b>{order[0]}</b> {found[order[0]]:.3f}<br>chance {cell['floor'][key]:.3f}{also}"
-        )  # fmt: skip
+        text[row][column] = f"<b>{order[0]}</b> {found[order[0]]:.3f}<br>chance {cell['floor'][key]:.3f}{also}"
     steps = [[bound, tint(i)] for i in range(len(FAMILIES)) for bound in (i / len(FAMILIES), (i + 1) / len(FAMILIES))]
     heat = {
         "type": "heatmap", "z": z, "zmin": -0.5, "zmax": len(FAMILIES) - 0.5, "colorscale": steps, "showscale": False,
@@ -63,15 +61,16 @@ def map_panel(cells: list[dict[str, Any]], key: str) -> tuple[list[dict[str, Any
     }  # fmt: skip
     tops = {cell["experts"]: cell["top_k"] for cell in cells}
     xaxis = {"tickvals": list(range(len(tokens))), "ticktext": [f"{m:,}" for m in tokens], "showgrid": False}
-    names = [f"{E}, top-{tops[E]}" for E in experts]
-    yaxis = {"tickvals": list(range(len(experts))), "ticktext": names, "showgrid": False}
+    names = [f"{E}<br>top-{tops[E]}" for E in experts]
+    yaxis = {
+        "tickvals": list(range(len(experts))), "ticktext": names, "showgrid": False, "title": titled("experts"),
+    }  # fmt: skip
     return [heat], xaxis | {"title": titled("tokens a step")}, yaxis
 
 
 def tint(i: int) -> str:
     """A colour light enough to be written on."""
-    red, green, blue = (int(colour(i)[at : at + 2], 16) for at in (1, 3, 5))
-    return "#" + "".join(f"{round(255 - 0.45 * (255 - value)):02x}" for value in (red, green, blue))
+    return "#" + "".join(f"{round(255 - 0.45 * (255 - value)):02x}" for value in rgb(colour(i)))
 
 
 def small_steps(evidence: dict[str, Any]) -> Figure:
@@ -93,21 +92,13 @@ def small_steps(evidence: dict[str, Any]) -> Figure:
             kind = "four documents a step" if correlated else "independent tokens"
             xaxis = {"type": "log", "tickvals": x, "ticktext": [f"{m:,}" for m in x], "title": titled("tokens a step")}
             title = f"{experts} experts, top-{cells[0]['top_k']}, {kind}"
-            panels.append(Panel(title, traces, xaxis, ginis(y for trace in traces for y in trace["y"])))
+            yaxis = log_axis(y for trace in traces for y in trace["y"]) | {"title": titled("Gini")}
+            panels.append(Panel(title, traces, xaxis, yaxis))
     return grid(panels, 2)
 
 
 def floor(x: Iterable[float], y: Iterable[float]) -> dict[str, Any]:
     return line(x, y, FLOOR, LIGHT["soft"], line={"dash": "dot", "width": 1.6})
-
-
-def ginis(values: Iterable[float]) -> dict[str, Any]:
-    """A log axis of Gini with plain numbers."""
-    known = [value for value in values if value]
-    ticks = [t for t in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1) if 0.7 * min(known) <= t <= 1.3 * max(known)]
-    span = [math.log10(0.9 * min(known)), math.log10(1.1 * max(known))]
-    return {"type": "log", "tickvals": ticks, "ticktext": [f"{t:g}" for t in ticks], "range": span,
-            "title": titled("Gini")}  # fmt: skip
 
 
 def mending(evidence: dict[str, Any]) -> Figure:
@@ -129,7 +120,7 @@ def mending(evidence: dict[str, Any]) -> Figure:
             for figure, traces in curves.items():
                 traces.append(line(x, values[figure], NAMED.get(name, name), stroke, line=dash))
         uneven = [*curves["gini"], floor([1, 61], [level, level])]
-        yaxis = ginis(y for trace in uneven for y in trace["y"])
+        yaxis = log_axis(y for trace in uneven for y in trace["y"]) | {"title": titled("Gini")}
         panels.append(Panel(f"Gini of a step's loads, a = {skew}", uneven, xaxis, yaxis))
         panels.append(Panel(f"experts without a token, a = {skew}", curves["dead"], xaxis, {"rangemode": "tozero"}))
     return grid(panels, 2)

@@ -1,12 +1,11 @@
 """The pictures as plotly figures, in the style of `perilune report`."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from experiments.depth.evidence import PLAIN, differences, interval
 from experiments.depth.recipes import MAIN, SMALL_EPS
-from experiments.panels import Panel, grid
+from experiments.panels import Panel, grid, log_axis, rgb
 from perilune.report.draw import Figure, line
 from perilune.report.theme import DASHES, LIGHT, SEQUENTIAL, colour, layout, titled
 from perilune.report.variants import Sample
@@ -37,7 +36,7 @@ def style(name: str) -> tuple[str, dict[str, Any]]:
 def banded(x: Sequence[float], y: Sequence[float], spread: Sequence[float], name: str) -> list[dict[str, Any]]:
     """A curve in a band of one standard deviation each way."""
     stroke, dash = style(name)
-    red, green, blue = (int(stroke[at : at + 2], 16) for at in (1, 3, 5))
+    red, green, blue = rgb(stroke)
     low = [v - s if min(y) <= 0 else max(v - s, v / 4) for v, s in zip(y, spread)]  # a log axis has no room below 0
     high = [v + s for v, s in zip(y, spread)]
     band = {
@@ -92,32 +91,17 @@ def profiles(stack: dict[str, Any]) -> Figure:
                 if found is not None:
                     y = found[figure]
                     traces += banded(range(1, len(y) + 1), y, found[f"{figure}_spread"], name)
-            known = [v for trace in traces for v in trace["y"] if v and v > 0]
             n = max((len(trace["x"]) for trace in traces if "name" in trace), default=1)
             xaxis = {"title": titled(place), **whole(n), "tick0": 0 if n > 12 else 1}
-            panels.append(Panel(f"{what}, {said}", traces, xaxis, {"title": titled(unit), **decades(known)}))
+            scale = log_axis(value for trace in traces for value in trace["y"])
+            panels.append(Panel(f"{what}, {said}", traces, xaxis, {"title": titled(unit), **scale}))
     return grid(panels, 2)
 
 
-def decades(values: Sequence[float]) -> dict[str, Any]:
-    """A log axis with plain numbers."""
-    if not values:
-        return {}
-    low, high = math.log10(min(values)), math.log10(max(values))
-    powers = range(math.floor(low), math.ceil(high) + 1)
-    within = [10.0**p * m for p in powers for m in (1, 2, 5) if low - 0.15 <= math.log10(10.0**p * m) <= high + 0.15]
-    if high - low > 1.5:
-        within = [tick for tick in within if math.isclose(math.log10(tick) % 1, 0, abs_tol=1e-9)] or within
-    return {"type": "log", "tickvals": within, "ticktext": [f"{tick:g}" for tick in within],
-            "range": [low - 0.1, high + 0.1]}  # fmt: skip
-
-
-def heat(
-    z: list[list[float | None]], x: Sequence[Any], y: Sequence[Any], top: float, low: float = 0.0
-) -> dict[str, Any]:
+def heat(z: list[list[float | None]], x: Sequence[Any], y: Sequence[Any], top: float) -> dict[str, Any]:
+    """A map of numbers from 0 on; `top` and above have one colour."""
     return {
         "type": "heatmap", "z": z, "x": list(x), "y": list(y), "zmin": 0, "zmax": top, "colorscale": SEQUENTIAL,
-        "colorbar": {"thickness": 9, "len": 0.5, "outlinewidth": 0, "tickfont": {"size": 11, "color": LIGHT["soft"]}},
         "showscale": False, "hoverongaps": False,
     }  # fmt: skip
 
@@ -135,11 +119,11 @@ def attention(stack: dict[str, Any]) -> Figure:
         for row in rows:  # the live sum stands last, where its block would be
             z.append([value * len(row) for value in row] + [None] * (most - len(row)))
         sources = "source: embedding, then every sublayer" if name == "full" else "source: embedding, blocks, live sum"
+        mixers = {"title": titled("mixer of sublayer, the output's last"), "autorange": "reversed", "showgrid": False}
         panels.append(
             Panel(
                 named(name, stack), [heat(z, range(most), range(1, len(rows) + 1), 3)],
-                {"title": titled(sources), "showgrid": False, **whole(most)},
-                {"title": titled("mixer of sublayer"), "autorange": "reversed", "showgrid": False, **whole(len(rows))},
+                {"title": titled(sources), "showgrid": False, **whole(most)}, {**mixers, **whole(len(rows))},
             )
         )  # fmt: skip
     figure = grid(panels, 2, height=430)
@@ -158,8 +142,7 @@ def likeness(stack: dict[str, Any]) -> Figure:
         found = stack["variants"][name]["after"]
         if found is not None:
             layers = [i + 1 for i in found["likeness_layers"]]
-            off = [abs(v) for i, row in enumerate(found["likeness"]) for j, v in enumerate(row) if i != j]
-            title = f"{NAMED[name]}: {sum(off) / max(1, len(off)):.3f} between two"
+            title = f"{NAMED[name]}: {found['pairs']:.3f} between two"
             panels.append(
                 Panel(
                     title, [heat(found["likeness"], layers, layers, 0.7)],

@@ -19,6 +19,7 @@ from experiments.depth.__main__ import main
 from experiments.depth.bypass import add_bypasses
 from experiments.depth.compute import compute, fitted, sources, spent
 from experiments.depth.graph import Graph
+from experiments.panels import log_axis
 from perilune.core.errors import BackendError, ConfigError, DataError
 from perilune.models.k3 import K3Model
 from perilune.nn import DepthStream
@@ -371,8 +372,38 @@ def test_pictures_show_the_figures(home):
     maps = drawn["tiny-deep-attention"][1]["data"]
     first = [value for value in maps[0]["z"][4] if value is not None]
     assert sum(first) == pytest.approx(len(first), rel=1e-2)  # times their number, so 1 is the mean
+    said = [note["text"] for note in drawn["tiny-deep-likeness"][1]["layout"]["annotations"]]
+    for name in recipes.MAIN:  # the mean over pairs that the table has
+        pairs = stack["variants"][name]["after"]["pairs"]
+        assert f"{charts.NAMED[name]}: {pairs:.3f} between two" in said
     means = drawn["tiny-deep-sizes"][1]["data"][0]
     assert means["x"] == ["every sublayer", "1", "2"]
+
+
+def test_likeness_is_told_as_the_table_has_it_also_where_layers_differ_in_sign():
+    """And where a map shows some of many layers."""
+    after = {"likeness": [[1.0, -0.4], [-0.4, 1.0]], "likeness_layers": [0, 49], "pairs": -0.1}
+    found = charts.likeness({"variants": {"plain": {"after": after}}})
+    assert found["layout"]["annotations"][0]["text"] == "plain residual: -0.100 between two"
+
+
+@pytest.mark.parametrize(
+    ("values", "ticks"),
+    [
+        ((0.033, 0.87), [0.05, 0.1, 0.2, 0.5]),
+        ((0.0023, 0.0045), [0.003, 0.004, 0.005]),
+        ((1e-6, 0.3, 0.0), [1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1]),
+        ((1.0,), [0.9, 1.0]),
+        ((0.0,), None),
+    ],
+)
+def test_a_log_axis_has_plain_numbers_and_never_one_alone(values, ticks):
+    found = log_axis(values)
+    assert found.get("tickvals") == (None if ticks is None else pytest.approx(ticks))
+    if ticks is not None:
+        low, high = found["range"]
+        assert all(low < math.log10(value) < high for value in values if value)
+        assert [float(text) for text in found["ticktext"]] == pytest.approx(ticks)
 
 
 def test_numbers_stand_on_one_line(tmp_path):
