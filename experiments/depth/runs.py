@@ -68,10 +68,10 @@ def run_scale(
         texts.prepare(scale, home)
     work = Work(scale.name, home, place, backend, deadline, max(1, torch.get_num_threads() // jobs))
     wanted = {s.name: [v for v in s.variants if variants is None or v in variants] for s in scale.stacks}
-    with pool_of(jobs, work) as pool:
-        if place.device.type == "cuda":
+    if place.device.type == "cuda":
+        with pool_of(jobs, work) as pool:
             compile_all(wanted, work, pool, console)
-        costs = measure_costs(wanted, work, pool, console)
+    costs = measure_costs(wanted, work, console)
     with pool_of(jobs, work) as pool:
         done = work_through(scale, list(tuning_cases(scale, wanted)), work, costs, pool, "rates", console)
         chosen = choose(scale, home)
@@ -105,7 +105,7 @@ def leave(number: int, frame: FrameType | None) -> None:
     sys.exit(128 + number)
 
 
-def kernels(wanted: dict[str, list[str]], home: Path) -> list[tuple[str, str]]:
+def untimed(wanted: dict[str, list[str]], home: Path) -> list[tuple[str, str]]:
     """(stack, variant) of all that have yet to be timed."""
     return [
         (stack, name) for stack, names in wanted.items() for name in names if not cost_file(home, stack, name).exists()
@@ -118,7 +118,7 @@ def cost_file(home: Path, stack: str, variant: str) -> Path:
 
 def compile_all(wanted: dict[str, list[str]], work: Work, pool: ProcessPoolExecutor, console: Console) -> None:
     """Has every variant that is yet to be timed compute once; a stack where that does not end is taken out."""
-    waiting = {pool.submit(compile_kernels, stack, name): stack for stack, name in kernels(wanted, work.home)}
+    waiting = {pool.submit(compile_kernels, stack, name): stack for stack, name in untimed(wanted, work.home)}
     start = time.time()
     done, late = wait(waiting, timeout=max(0.0, min(COMPILING, work.deadline - start)))
     for future in done:
@@ -130,23 +130,32 @@ def compile_all(wanted: dict[str, list[str]], work: Work, pool: ProcessPoolExecu
         console.print(f"kernels compiled in {time.time() - start:.0f} s", highlight=False)
 
 
-def measure_costs(
-    wanted: dict[str, list[str]], work: Work, pool: ProcessPoolExecutor, console: Console
-) -> dict[tuple[str, str], dict[str, Any]]:
+def measure_costs(wanted: dict[str, list[str]], work: Work, console: Console) -> dict[tuple[str, str], dict[str, Any]]:
     """What a step of each variant costs, measured one after the other before anything else is at work."""
-    found = {}
-    for stack, names in wanted.items():
-        for name in names:
-            path = cost_file(work.home, stack, name)
-            if not path.exists():
-                try:
-                    entry = pool.submit(measure_cost, stack, name).result(timeout=TIMING)
-                except TimeoutError:
-                    console.print(f"{stack}, {name}: not timed, for that did not end", highlight=False)
-                    continue
-                console.print(f"{stack}, {name}: {entry['step_ms']:,.0f} ms a step", highlight=False)
-            found[stack, name] = json.loads(path.read_text())
-    return found
+    left = untimed(wanted, work.home)
+    while left:  # a new process after one that stands still: that would be at work beside the others
+        with pool_of(1, work) as pool:
+            left = measure_some(left, work, pool, console)
+    cases = [(stack, name) for stack, names in wanted.items() for name in names]
+    files = {case: cost_file(work.home, *case) for case in cases}
+    return {case: json.loads(path.read_text()) for case, path in files.items() if path.exists()}
+
+
+def measure_some(
+    cases: list[tuple[str, str]], work: Work, pool: ProcessPoolExecutor, console: Console
+) -> list[tuple[str, str]]:
+    """Measures as far as time suffices and none stands still; what is left after that one."""
+    for i, (stack, name) in enumerate(cases):
+        rest = work.deadline - time.time()
+        if rest < 0:
+            return []
+        try:
+            entry = pool.submit(measure_cost, stack, name).result(timeout=min(TIMING, rest + GRACE))
+        except TimeoutError:
+            console.print(f"{stack}, {name}: not timed, for that did not end", highlight=False)
+            return cases[i + 1 :]
+        console.print(f"{stack}, {name}: {entry['step_ms']:,.0f} ms a step", highlight=False)
+    return []
 
 
 def tuning_cases(scale: Scale, wanted: dict[str, list[str]]) -> Iterator[Case]:

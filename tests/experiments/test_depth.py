@@ -210,6 +210,14 @@ def test_a_worker_that_stands_still_holds_up_nothing_for_ever(home, monkeypatch,
     runs.compile_all(wanted, work, Standing(), Console())
     assert wanted == {"deep": []}
     assert "deep: left out, for its kernels did not compile in time" in capsys.readouterr().out
+    monkeypatch.setattr(runs, "TIMING", 0.1)
+    cases = [("deep", name) for name in ("plain", "full", "block")]
+    late, early = work, replace(work, deadline=math.inf)
+    time.sleep(max(0.0, late.deadline - time.time()))
+    assert runs.measure_some(cases, early, Standing(), Console()) == cases[1:]  # for another process
+    assert "deep, plain: not timed, for that did not end" in capsys.readouterr().out
+    assert runs.measure_some(cases, late, Standing(), Console()) == []
+    assert "not timed" not in capsys.readouterr().out
 
 
 def test_bits_are_those_of_the_held_out_rows(rows):

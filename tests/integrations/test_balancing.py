@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import transformers
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,6 +28,7 @@ from perilune.integrations.routers import BIASED_SIGMOID, LOG_RANGE, SOFTMAX
 from perilune.nn.load import gini
 from perilune.ops import quantile_bias
 from perilune.ops.quantile_bias import Groups
+from ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 E, K = 8, 2
@@ -748,9 +748,7 @@ def test_a_trainer_keeps_its_experts_balanced(tmp_path: Path) -> None:
     assert same(biases(again), biases(balancers))
 
 
-def run_rank(rank: int, folder: str, wrap: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+def ranks_are_one_process(rank: int, ranks: int, wrap: str) -> None:
     torch.manual_seed(0)
     model = make_model("mixtral")
     batches = [tokens(2, 12) for _ in range(8)]
@@ -787,14 +785,13 @@ def run_rank(rank: int, folder: str, wrap: str) -> None:
     together.update()
     assert not same(biases(together), before)
     assert [int(x.sum()) for x in held[::2]] == [int(together[where].loads.sum()) for where in together]
-    dist.destroy_process_group()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
 def test_ranks_count_together(tmp_path: Path, wrap: str) -> None:
     """Two ranks with two micro-batches each are one process with four: DDP must not spread rank 0's counts."""
-    mp.spawn(run_rank, args=(str(tmp_path), wrap), nprocs=2)
+    run_ranks(2, tmp_path, ranks_are_one_process, wrap)
 
 
 def test_the_package_itself_needs_no_transformers() -> None:
