@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
+    AutoModelForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     MixtralConfig,
@@ -117,6 +118,12 @@ def test_mixers_and_biases_come_back_from_disk(family: str, tmp_path: Path) -> N
     assert all(torch.equal(others[name].bias, balancers[name].bias) for name in balancers)
     with torch.no_grad():
         assert torch.equal(again(tokens(2, 9)).logits, model(tokens(2, 9)).logits)
+        bare = load_attn_res(type(model.model), tmp_path).eval()  # without its head
+        balance(bare).load(tmp_path)
+        hidden = model.model(tokens(2, 9)).last_hidden_state
+        assert torch.equal(bare(tokens(2, 9)).last_hidden_state, hidden)
+    with pytest.raises(ConfigError, match="model_class: expected a model's own class, got AutoModelForCausalLM; give"):
+        load_attn_res(AutoModelForCausalLM, tmp_path)
 
 
 def test_a_model_with_another_attention_is_not_loaded_without_it(tmp_path: Path) -> None:

@@ -76,8 +76,14 @@ def add_attn_res(
 def load_attn_res(model_class: type[Model], folder: str | Path, **options: Any) -> Model:
     """`model_class.from_pretrained(folder, **options)` for a model that was saved with attention residuals.
 
-    Raises ConfigError if it was saved without, or with `KimiDeltaAttention` too, which the class does not know.
+    Raises ConfigError for a class that is no model's own (`AutoModelForCausalLM`), and if it was saved without, or with
+    `KimiDeltaAttention` too, which the class does not know.
     """
+    if not issubclass(model_class, PreTrainedModel):
+        raise ConfigError(
+            f"model_class: expected a model's own class, got {model_class.__name__}; give the one that was saved, "
+            "such as LlamaForCausalLM"
+        )
     told = options.pop("output_loading_info", False)
 
     class WithAttnRes(model_class):  # type: ignore[valid-type,misc]
@@ -90,7 +96,8 @@ def load_attn_res(model_class: type[Model], folder: str | Path, **options: Any) 
                 )
             add_attn_res(self, **chosen)
 
-    WithAttnRes.__name__ = model_class.__name__  # what its report on loading says
+    # What its report on loading says, and by what transformers knows how weights are laid out on disk.
+    WithAttnRes.__name__, WithAttnRes.__module__ = model_class.__name__, model_class.__module__
     model, info = WithAttnRes.from_pretrained(folder, output_loading_info=True, **options)
     if kda := sorted(name for name in info["unexpected_keys"] if ".kda." in name):
         raise ConfigError(
