@@ -70,7 +70,7 @@ def linear(**changes):
 
 VARIANTS = {
     "all on": {},
-    "low-rank output gate, whole queries": {"linear_attn_config": linear(use_full_rank_gate=False), "q_lora_rank": None},
+    "low-rank gate": {"linear_attn_config": linear(use_full_rank_gate=False), "q_lora_rank": None},
     "no output gate": {"mla_use_output_gate": False},
     "experts at full width": {"routed_expert_hidden_size": None, "latent_moe_use_norm": False},
     "more experts a token": {"num_experts_per_token": 5, "num_experts": 9, "num_shared_experts": 3},

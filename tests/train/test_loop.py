@@ -61,6 +61,69 @@ def test_a_seed_decides_every_bit(train):
     assert not torch.equal(fresh[0], fresh[2])  # other weights, and other text first
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_step_begun_before_the_line_of_the_last_one_changes_no_line(ahead, tmp_path, monkeypatch):
+    """The order of steps and lines; lines, weights and checkpoints are the same either way."""
+    made, found = run(checkpoint_every=7), []
+    for tells_later in (False, ahead):
+        trainer, order, folder = tiny(made), [], tmp_path / str(len(found))
+        trainer.ahead = tells_later
+        plain = trainer.step
+        monkeypatch.setattr(
+            trainer, "step", lambda batch, plain=plain, order=order: (order.append("s"), plain(batch))[1]
+        )
+        with Metrics(tmp_path / f"{len(found)}.jsonl") as metrics:
+            watch = lambda progress, order=order: order.append(progress.step)  # noqa: E731
+            trainer.train(metrics, watch, checkpoints=Checkpoints(folder))
+        lines = [json.loads(line) for line in (tmp_path / f"{len(found)}.jsonl").read_text().splitlines()]
+        found.append(([{**line, "seconds": None} for line in lines], weights(trainer), trainer.expert_load()))
+        assert (order[:4] == ["s", "s", 1, "s"]) == tells_later
+        assert [step for step in order if step != "s"] == list(range(1, 17))
+    (lines, state, load), (lines_ahead, state_ahead, load_ahead) = found
+    assert lines == lines_ahead
+    assert same(state, state_ahead)
+    assert load == load_ahead
+    resumed = tiny(made, checkpoint=Checkpoints(folder).latest())
+    assert (resumed.steps_done, resumed.expert_load()) == (16, load)
+
+
+def test_the_line_before_a_step_that_diverged_is_not_lost(tmp_path):
+    trainer = tiny(run())
+    trainer.ahead = True
+    plain = trainer.step
+
+    def step(batch):
+        if trainer.steps_done == 2:
+            poison(trainer, "gradient")
+        return plain(batch)
+
+    trainer.step = step
+    with Metrics(tmp_path / "metrics.jsonl") as metrics, pytest.raises(Diverged, match="at step 3"):
+        trainer.train(metrics)
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+
+
+def test_bfloat16_computes_narrow_and_learns_as_float32_does(train):
+    """Products in bfloat16, seen from inside; weights and state stay as they are; losses are near."""
+    seen, lines = set(), {}
+    for precision in ("float32", "bfloat16"):
+        made = run(precision=precision)
+        trainer = tiny(made)
+        handle = trainer.model.model.layers[0].self_attn.q_proj.register_forward_hook(
+            lambda module, args, out: seen.add(out.dtype)
+        )
+        trainer.step(trainer.feed.next())
+        handle.remove()
+        assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+        assert {t.dtype for state in trainer.optimizer.state.values() for t in state.values()} == {torch.float32}
+        lines[precision] = train(made)[1]
+    assert seen == {torch.float32, torch.bfloat16}
+    first, last = ([lines[p][i]["losses"]["next_token"] for p in lines] for i in (0, -1))
+    assert first[1] == pytest.approx(first[0], rel=1e-3)
+    assert last[1] == pytest.approx(last[0], rel=0.05)
+    assert last[1] < first[1] - 0.5
+
+
 def test_losses_fall_on_text_that_repeats_itself(train):
     _, lines = train(run(stages=ONE_STAGE))
     losses = [line["losses"]["next_token"] for line in lines]
@@ -185,7 +248,7 @@ def test_stages_keep_their_rates_where_batches_are_short():
     )
     trainer, rates, tokens = tiny(run(stages=(needles, needles.replace(name="second")))), [], []
     while trainer.steps_done < trainer.steps:
-        progress = trainer._advance()
+        progress = trainer._advance()()
         rates.append(progress.lr)
         tokens.append(progress.tokens)
     assert tokens == [256 * (i + 1) for i in range(8)]

@@ -80,4 +80,5 @@ def _run(preset: str, tokens: float, batch_tokens: int, lr: float, *, context: i
         ),
         data=DataConfig(sources=SOURCES, vocab_size=model.vocab_size),
         optimizer=OptimizerConfig(qk_clip_every=10),
+        precision="bfloat16",
     )  # fmt: skip

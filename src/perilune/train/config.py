@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from typing import Literal
 
 from perilune.core.config import Config, require
 from perilune.data.source import TextSource
@@ -108,6 +109,9 @@ class Run(Config):
     stages: tuple[Stage, ...]
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """What matrix products compute in.  Weights, their gradients and the optimizer's state are float32 either way, and
+    so is what a bfloat16 model computes wide (`torch.autocast`)."""
     seed: int = 0
     load_window: int = 50
     """Steps over which expert loads are summed before their Gini is taken."""

@@ -4,6 +4,7 @@ import itertools
 import math
 import time
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -11,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.utils import get_total_norm
+from torch.profiler import record_function
 
 from perilune.core.errors import PeriluneError
 from perilune.data.packing import Batch
@@ -25,6 +26,7 @@ from perilune.train import state
 from perilune.train.checkpoint import Checkpoints
 from perilune.train.config import Run, Stage
 from perilune.train.feed import Feed
+from perilune.train.host import Arrival, on_device
 from perilune.train.metrics import Metrics
 
 
@@ -82,6 +84,16 @@ class Progress:
         return {**values, "stage": self.stage.name, "seconds": round(self.seconds, 4)}
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Balance:
+    """What a step did to the experts' balance, on its way to the host."""
+
+    loads: Arrival
+    """[layers, E]"""
+    biases: Arrival
+    """[2 layers, E], all before the step, then all after it"""
+
+
 class Trainer:
     """One run: model, optimizer, data, and the step that moves them on.
 
@@ -101,6 +113,7 @@ class Trainer:
     ) -> None:
         self.run = run
         self.device = torch.device(device)
+        self.mixed = run.precision == "bfloat16"
         torch.manual_seed(run.seed)
         self.model = K3Model(run.model).to(self.device)  # first: what is wrong with it shows before the text is read
         source = checkpoint or state.starting_point(run)
@@ -112,6 +125,7 @@ class Trainer:
             momentum=options.momentum,
             weight_decay=options.weight_decay,
             adamw_lr=options.adamw_lr,
+            ns_dtype=torch.bfloat16 if self.mixed and self.device.type != "cpu" else None,
         )
         self.schedule = run.schedule
         self.balancers = self.model.balancers()
@@ -119,12 +133,16 @@ class Trainer:
         self.pool: StatisticsPool | None = None
         """Sums what balancers observed over the ranks that train on other tokens; None where this process is alone.  It
         pools nothing else: gradients are for whoever lays out the ranks."""
-        self.loads = {name: LoadWindow(run.load_window) for name in self.balancers}
-        self.bias_drift = dict.fromkeys(self.balancers, 0.0)
-        """By layer, how far the last step moved its selection bias."""
+        self._loads = {name: LoadWindow(run.load_window) for name in self.balancers}
+        self._bias_drift = dict.fromkeys(self.balancers, 0.0)
+        self._arriving: deque[_Balance] = deque()
+        """Of steps that are not in `_loads` yet."""
+        self.ahead = self.device.type == "cuda"
+        """Whether a step is begun before the line of the step before is made: the device then never waits for that."""
         self._ends = list(itertools.accumulate(stage.steps for stage in run.stages))
         self.steps_done = 0
         self.tokens_done = 0
+        self._told_at = 0.0
         if checkpoint is not None:
             state.restore(self, checkpoint)
         else:
@@ -145,6 +163,18 @@ class Trainer:
     def _stage_index(self) -> int:
         return min(bisect_right(self._ends, self.steps_done), len(self._ends) - 1)
 
+    @property
+    def loads(self) -> dict[str, LoadWindow]:
+        """By layer, its experts' loads in the last `load_window` steps."""
+        self._settle()
+        return self._loads
+
+    @property
+    def bias_drift(self) -> dict[str, float]:
+        """By layer, how far the last step moved its selection bias."""
+        self._settle()
+        return self._bias_drift
+
     def train(
         self,
         metrics: Metrics,
@@ -160,43 +190,78 @@ class Trainer:
         checkpoint there, so that whoever goes on from a checkpoint knows that it was called for all stages before.
         Checkpoints are made every `checkpoint_every` steps, where a stage ends and before a stop.
         """
-        while self.steps_done < self.steps:
-            progress = self._advance()
+
+        def tell(figures: Callable[[], Progress]) -> None:
+            progress = figures()
             metrics.write(**progress.line())
             watch(progress)
+
+        last: Callable[[], Progress] | None = None  # the figures of a step which the device may be at yet
+        while self.steps_done < self.steps:
+            stage = self.stage
+            try:
+                figures = self._advance()
+            finally:  # also where this step diverged: what was before it is told
+                if last is not None:
+                    tell(last)
+            last = figures
+            if not self.ahead:
+                tell(last)
+                last = None
             stage_ended, stopped = self.steps_done in self._ends, stop()
+            due = checkpoints and (stage_ended or stopped or self.steps_done % self.run.checkpoint_every == 0)
+            if last is not None and (stage_ended or stopped or due):
+                tell(last)
+                last = None
             if stage_ended:
-                at_stage_end(progress.stage)
+                at_stage_end(stage)
                 self.feed.begin(self.stage)
-            if checkpoints and (stage_ended or stopped or self.steps_done % self.run.checkpoint_every == 0):
+            if checkpoints and due:
                 metrics.sync()
                 self.checkpoint(checkpoints)
             if stopped:
                 return
 
-    def _advance(self) -> Progress:
-        """One step on the data's next batch."""
+    def _advance(self) -> Callable[[], Progress]:
+        """One step on the data's next batch; gives what waits for its figures."""
         number, stage, start = self._stage_index + 1, self.stage, time.perf_counter()
         update = self.step(self.feed.next())
-        load = self.expert_load()
-        return Progress(
-            stage=stage,
-            stage_number=number,
-            stages=len(self.run.stages),
-            step=self.steps_done,
-            steps=self.steps,
-            tokens=self.tokens_done,
-            losses=update.losses,
-            grad_norm=update.grad_norm,
-            gini=load["gini"],
-            max_violation=load["max_violation"],
-            dead=load["dead_experts"] / max(sum(b.num_experts for b in self.balancers.values()), 1),
-            worst_dead=load["worst_dead"],
-            worst_layer=load["worst_layer"],
-            bias_drift=max(self.bias_drift.values(), default=0.0),
-            lr=self.optimizer.param_groups[0]["lr"],
-            seconds=time.perf_counter() - start,
-        )
+        step, tokens, lr = self.steps_done, self.tokens_done, self.optimizer.param_groups[0]["lr"]
+
+        def figures() -> Progress:
+            self._settle(leaving=self.steps_done - step)
+            load = self._load_figures()
+            now, since = time.perf_counter(), max(start, self._told_at)
+            self._told_at = now
+            return Progress(
+                stage=stage,
+                stage_number=number,
+                stages=len(self.run.stages),
+                step=step,
+                steps=self.steps,
+                tokens=tokens,
+                losses=update.losses,
+                grad_norm=update.grad_norm,
+                gini=load["gini"],
+                max_violation=load["max_violation"],
+                dead=load["dead_experts"] / max(sum(b.num_experts for b in self.balancers.values()), 1),
+                worst_dead=load["worst_dead"],
+                worst_layer=load["worst_layer"],
+                bias_drift=max(self._bias_drift.values(), default=0.0),
+                lr=lr,
+                seconds=now - since,
+            )
+
+        return figures
+
+    def _settle(self, leaving: int = 0) -> None:
+        """Waits for what steps did to the experts' balance, all but the last `leaving`, and takes it up."""
+        while len(self._arriving) > leaving:
+            balance = self._arriving.popleft()
+            before, after = balance.biases.tensor().chunk(2)
+            for name, own, old, new in zip(self.balancers, balance.loads.tensor(), before, after):
+                self._loads[name].add(own)
+                self._bias_drift[name] = bias_drift(old, new)
 
     def step(self, batch: Batch) -> Update:
         """One optimizer step.
@@ -209,12 +274,13 @@ class Trainer:
         for attention in self.attentions.values():
             attention.track_max_logits = clipping
         self.model.train()
-        output = self.model(
-            self._moved(batch.input_ids),
-            cu_seqlens=batch.cu_seqlens,
-            targets=self._moved(batch.labels),
-            answers=None if batch.answers is None else self._moved(batch.answers),
-        )
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.mixed):
+            output = self.model(
+                on_device(batch.input_ids, self.device),
+                cu_seqlens=batch.cu_seqlens,
+                targets=on_device(batch.labels, self.device),
+                answers=None if batch.answers is None else on_device(batch.answers, self.device),
+            )
         assert output.loss is not None
         output.loss.backward()
         update = self._checked(output, tokens)
@@ -227,19 +293,16 @@ class Trainer:
         self.tokens_done = tokens
         return update
 
-    def _moved(self, tensor: Tensor) -> Tensor:
-        """On the model's device, without waiting for it."""
-        if self.device.type == "cuda":
-            tensor = tensor.pin_memory()
-        return tensor.to(self.device, non_blocking=True)
-
     def _checked(self, output: K3Output, tokens: int) -> Update:
         """The step's figures, in one transfer; raises Diverged, and forgets all that the step left behind, unless the
-        loss and its gradient are numbers."""
+        loss and its gradient are numbers.
+
+        The one place in a step where the host waits for a device: an update that is not wanted cannot be undone.  It
+        costs a launch's delay, for what follows is few and large."""
         assert output.loss is not None
         norm = get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
-        figures = torch.stack([norm, output.loss.detach(), *output.losses.values()])
-        grad_norm, loss, *losses = figures.tolist()
+        figures = Arrival(torch.stack([norm, output.loss.detach(), *output.losses.values()]))
+        grad_norm, loss, *losses = figures.tensor().tolist()
         for what, value in (("loss", loss), ("gradient norm", grad_norm)):
             if not math.isfinite(value):
                 self._discard()
@@ -249,8 +312,9 @@ class Trainer:
                 )
         return Update(losses=dict(zip(output.losses, losses)), grad_norm=grad_norm)
 
+    @record_function("balance")
     def _balance(self) -> None:
-        """Moves the selection biases by what all ranks observed; takes them and the loads to the CPU, all at once."""
+        """Moves the selection biases by what all ranks observed; sends them and the loads to the host, all at once."""
         if not self.balancers:
             return
         balancers = self.balancers.values()
@@ -260,11 +324,8 @@ class Trainer:
         for balancer in balancers:
             balancer.update()
         biases += [balancer.bias for balancer in balancers]
-        loads = torch.stack([balancer.loads for balancer in balancers]).cpu()
-        before, after = torch.stack(biases).cpu().chunk(2)
-        for name, own, old, new in zip(self.balancers, loads, before, after):
-            self.loads[name].add(own)
-            self.bias_drift[name] = bias_drift(old, new)
+        loads = Arrival(torch.stack([balancer.loads for balancer in balancers]))
+        self._arriving.append(_Balance(loads=loads, biases=Arrival(torch.stack(biases))))
 
     def _discard(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -312,7 +373,11 @@ class Trainer:
     def expert_load(self) -> dict[str, Any]:
         """Over the last `load_window` steps: each figure of the layer where it is worst, the name of the one with the
         highest Gini, the dead experts of all layers, and what every layer has."""
-        loads = {name: window.total() for name, window in self.loads.items()}
+        self._settle()
+        return self._load_figures()
+
+    def _load_figures(self) -> dict[str, Any]:
+        loads = {name: window.total() for name, window in self._loads.items()}
         layers = {name: layer_load(own) for name, own in loads.items()}
         name, highest = worst(layers)
         return {
