@@ -1,0 +1,5 @@
+"""Whole training steps, see `bench.training`."""
+
+from perilune.bench.training import Training
+
+CASE = Training()
