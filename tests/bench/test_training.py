@@ -24,7 +24,7 @@ def _tiny(monkeypatch):
 
 def small(**changes):
     return Training(
-        **{"works": (WORK,), "device": torch.device("cpu"), "warmup": 1, "timed": 9, "profiled": 1, **changes}
+        **{"works": (WORK,), "device": torch.device("cpu"), "warmup": 1, "timed": 15, "profiled": 1, **changes}
     )
 
 
@@ -32,10 +32,10 @@ def test_the_loop_of_a_run_is_what_is_timed(monkeypatch, tmp_path, capsys):
     steps, plain = [], Trainer.step
     monkeypatch.setattr(Trainer, "step", lambda self, batch: (steps.append(batch), plain(self, batch))[1])
     assert runner.main(["train"], json_path=tmp_path / "out.json", cases={"train": small()}) == 0
-    assert len(steps) == 1 + 9 + 1
+    assert len(steps) == 1 + 15 + 1
     (result,) = json.loads((tmp_path / "out.json").read_text())["cases"]
     (row,) = result["times"]
-    assert (row["runs"], row["label"], row["precision"]) == (9, "tiny, 6 x 16 tokens", "float32")
+    assert (row["runs"], row["label"], row["precision"]) == (15, "tiny, 6 x 16 tokens", "float32")
     assert row["tokens_per_s"] == pytest.approx(96 / row["median_s"])
     counted = token_flops(run().model, 16)
     assert row["flops_per_token"] == counted.training == pytest.approx(sum(row["flops_by_part"].values()))
