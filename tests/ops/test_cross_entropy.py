@@ -22,13 +22,34 @@ def value_and_gradients(
 
 @pytest.mark.parametrize(("M", "D", "V"), [(1, 1, 1), (7, 3, 5), (130, 6, 11), (64, 5, 300), (0, 4, 9)])
 @pytest.mark.parametrize("ignored", [0, 0.3, 1])
-def test_equals_the_plain_form(M: int, D: int, V: int, ignored: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("gathered", [("cpu",), ()])
+def test_equals_the_plain_form(
+    M: int, D: int, V: int, ignored: float, gathered: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunked, "GATHERED", gathered)
     monkeypatch.setattr(chunked, "LEAST_ROWS", 3)
     monkeypatch.setattr(chunked, "CPU_BLOCK", 40)  # several blocks, the last not full
     tensors = inputs(M, D, V, torch.float64, int(ignored * M))
     got, expected = (value_and_gradients(*tensors, backend) for backend in ("chunked", "reference"))
     for a, b in zip(got, expected):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("gathered", [("cpu",), ()])
+def test_rows_without_a_target_count_nothing_whatever_they_hold(
+    gathered: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunked, "GATHERED", gathered)
+    h, weight, targets = inputs(20, 4, 6, torch.float64)
+    with torch.no_grad():
+        targets[::3], h[::3] = IGNORED, torch.nan
+        h[3] = torch.inf
+    loss, dh, dw = value_and_gradients(h, weight, targets, "chunked")
+    kept = targets != IGNORED
+    expected = value_and_gradients(h.detach()[kept].requires_grad_(), weight, targets[kept], "reference")
+    for got, exact in zip((loss, dh[kept], dw), expected):
+        torch.testing.assert_close(got, exact, rtol=1e-12, atol=1e-12)
+    assert not dh[~kept].any()
 
 
 def test_large_logits_and_no_targets_stay_finite() -> None:

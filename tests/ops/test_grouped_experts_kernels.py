@@ -228,7 +228,9 @@ def test_the_other_kernels_interpreted():
 @on_gpu
 @pytest.mark.parametrize("activation", ["situ", "swiglu"])
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("M", "E", "top_k", "D", "F"), [(900, 7, 2, 256, 256), (300, 40, 3, 128, 384)])
+@pytest.mark.parametrize(
+    ("M", "E", "top_k", "D", "F"), [(900, 7, 2, 256, 256), (300, 40, 3, 128, 384), (500, 9, 3, 320, 320)]
+)
 def test_the_kernels_are_the_reference(M, E, top_k, D, F, case, activation):
     tensors = make(case, M, E, top_k, D, F, torch.bfloat16)
     wide = [t.double() if t.is_floating_point() else t for t in tensors]
@@ -264,6 +266,23 @@ def test_an_id_that_is_no_experts_makes_an_empty_slot():
     expected = grouped_experts(x, *matrices, ids, weights, backend="gluon")
     wrong = torch.where(ids < 0, 1000, ids)
     assert torch.equal(grouped_experts(x, *matrices, wrong, weights, backend="gluon"), expected)
+
+
+@pytest.mark.parametrize(("D", "F"), [(320, 320), (128, 200), (130, 256)])
+@pytest.mark.parametrize("activation", ["situ", "swiglu"])
+def test_zeros_up_to_the_next_tile_change_nothing(D, F, activation):
+    x, *matrices, ids, weights = make("random", 30, 5, 2, D, F, torch.float64)
+    leaves = [t.requires_grad_() for t in (x, *matrices)]
+    wide = fused.widened(*leaves)
+    assert {size % fused.WIDTH for t in wide for size in t.shape[1 if t is not wide[0] else -1 :]} == {0}
+    both = []
+    for tensors in (leaves, wide):
+        out = grouped_experts(*tensors, ids, weights, activation=activation, backend="reference")
+        assert not out[:, D:].any()
+        both.append((out[:, :D], *torch.autograd.grad(out[:, :D].sin().sum(), leaves)))
+    for got, exact in zip(*both):
+        torch.testing.assert_close(got, exact, rtol=1e-12, atol=1e-12)
+    assert fused.widened(*wide) == wide  # the very same
 
 
 def test_a_cpu_is_refused():

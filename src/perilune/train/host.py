@@ -1,14 +1,7 @@
-"""Between host and device without either waiting for the other."""
+"""From a device to the host without waiting for what the device has yet to do."""
 
 import torch
 from torch import Tensor
-
-
-def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on `device`, by way of pinned memory where that lets the host go on at once."""
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
 
 
 class Arrival:

@@ -21,12 +21,13 @@ from perilune.data.tokenizer import ByteBPE
 from perilune.models.k3 import K3Model, K3Output
 from perilune.nn import StatisticsPool
 from perilune.nn.load import LoadWindow, bias_drift, dead_experts, layer_load, worst
+from perilune.ops.upload import on_device
 from perilune.optim import PerHeadMuon, qk_clip_
 from perilune.train import state
 from perilune.train.checkpoint import Checkpoints
 from perilune.train.config import Run, Stage
 from perilune.train.feed import Feed
-from perilune.train.host import Arrival, on_device
+from perilune.train.host import Arrival
 from perilune.train.metrics import Metrics
 
 

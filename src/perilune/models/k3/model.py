@@ -19,6 +19,7 @@ from perilune.nn.balancer import Balancer
 from perilune.ops import linear_cross_entropy
 from perilune.ops.cross_entropy import IGNORED
 from perilune.ops.packing import boundaries
+from perilune.ops.upload import on_device
 from perilune.optim.roles import Roles
 
 
@@ -167,7 +168,7 @@ class K3Model(nn.Module):
         self, input_ids: Tensor, h: Tensor, features: Tensor, targets: Tensor, cu: list[int] | None
     ) -> dict[str, Tensor]:
         losses = {"next_token": self._cross_entropy(features, targets)}
-        if self.training:
+        if self.training and len(self.model.mtp):
             # The token after each: a target, or, where nothing is learned from it, the next input of its document.
             following = torch.where(targets == IGNORED, shifted(input_ids, cu), targets)
             further = []
@@ -177,8 +178,8 @@ class K3Model(nn.Module):
                 h, features = layer(h, embedding, cu_seqlens=cu, mask=known)
                 following, targets = shifted(following, cu), shifted(targets, cu)
                 further.append(self._cross_entropy(features, targets))
-            if further:
-                losses["mtp"] = torch.stack(further).mean()
+            losses["mtp"] = torch.stack(further).mean()
+        if self.training:
             balance = [moe.auxiliary_loss for moe in self._moes() if moe.auxiliary_loss is not None]
             if balance:
                 losses["balance"] = torch.stack(balance).sum()
@@ -250,5 +251,5 @@ def shifted(labels: Tensor, cu: Sequence[int] | None) -> Tensor:
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
     if cu is not None:
         ends = [end - 1 for start, end in itertools.pairwise(cu) if end > start]
-        targets[:, ends] = IGNORED
+        targets[:, on_device(torch.tensor(ends, dtype=torch.long), targets.device)] = IGNORED
     return targets

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from perilune.ops.first_order import first_order
 from perilune.ops.grouped_experts.activation import Activation, GatedActivation
 from perilune.ops.hopper import not_hopper
 
-WIDTH = 128  # of tiles: widths are its multiples
+WIDTH = 128  # of tiles: widths are its multiples, or are filled up to them
+WASTE = 1.5  # times the work that filling up may cost
 ROOM = 2**31  # rows and columns are counted in 32 bits
 
 
@@ -33,9 +35,18 @@ def grouped_experts_fused(
 ) -> Tensor:
     """See `grouped_experts`."""
     f = GatedActivation(activation, beta_gate, beta_up)
-    tensors = *(t.contiguous() for t in (x, w_gate, w_up, w_down)), ids, weights
+    D = x.shape[1]
+    tensors = *(t.contiguous() for t in widened(x, w_gate, w_up, w_down)), ids, weights
     with torch.cuda.device_of(x):  # kernels are launched on the current device
-        return _Fused.apply(*tensors, f, torch.is_grad_enabled())
+        return _Fused.apply(*tensors, f, torch.is_grad_enabled())[:, :D]
+
+
+def widened(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, ...]:
+    """The same with zeros up to the next multiples of WIDTH, which change nothing: f(0, 0) = 0."""
+    D, F = (-size % WIDTH for size in w_gate.shape[:0:-1])
+    if not D and not F:
+        return x, w_gate, w_up, w_down
+    return pad(x, (0, D)), pad(w_gate, (0, D, 0, F)), pad(w_up, (0, D, 0, F)), pad(w_down, (0, F, 0, D))
 
 
 def refuses(
@@ -53,13 +64,17 @@ def refuses(
         return f"its kernels multiply bfloat16, and x is {x.dtype}"
     if weights.dtype == torch.float64:
         return "it adds in float32, and weights are float64"
-    if D % WIDTH or F % WIDTH or not D * F:
-        return f"it serves widths that are multiples of {WIDTH}, and x is {D} wide, an expert {F}"
-    if not ids.numel() or not E:
+    if not ids.numel() or not E or not D * F:
         return "there is nothing to do"
-    if E * max(D, F) >= ROOM or ids.numel() >= ROOM:
+    wide_D, wide_F = D + -D % WIDTH, F + -F % WIDTH
+    if wide_D * wide_F > WASTE * D * F:
+        return (
+            f"it serves widths that are multiples of {WIDTH}, and x is {D} wide, an expert {F}: "
+            f"filled up they would take {wide_D * wide_F / (D * F):.1f} times the work"
+        )
+    if E * max(wide_D, wide_F) >= ROOM or ids.numel() >= ROOM:
         return "there are too many rows for 32-bit coordinates"
-    if any(t.data_ptr() % 16 for t in (x, w_gate, w_up, w_down)):
+    if (wide_D, wide_F) == (D, F) and any(t.data_ptr() % 16 for t in (x, w_gate, w_up, w_down)):
         return "a tensor does not begin at a multiple of 16 bytes"
     return None
 

@@ -7,6 +7,7 @@ its document and of its state.  So there is no loop over documents, and nothing 
 The work runs in blocks of rows.  The graph keeps x, the weight and the state; the backward pass computes the rest anew.
 """
 
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from torch.nn.functional import pad, silu
 
 from perilune.ops.blocks import row_blocks
 from perilune.ops.first_order import first_order
+from perilune.ops.upload import on_device
 
 
 def short_conv(
@@ -33,7 +35,7 @@ def short_conv(
     if cu is None and T < W:
         return _step(x, weight, state, activation)
     bounds = [T * n for n in range(B + 1)] if cu is None else cu
-    heads = find_heads(bounds, W, x.device)
+    heads = find_heads(tuple(bounds), W, x.device)
     y = ShortConv.apply(x.reshape(B * T, D), weight, state, heads, activation == "silu").view(B, T, D)
     if not output_final_state:
         return y, None
@@ -77,7 +79,8 @@ class Heads(NamedTuple):
         return slice(a, b), self.rows[a:b] - first
 
 
-def find_heads(cu: list[int], W: int, device: torch.device) -> Heads:
+@lru_cache(maxsize=16)  # the convolutions of a model share them
+def find_heads(cu: tuple[int, ...], W: int, device: torch.device) -> Heads:
     counts = [min(b - a, W - 1) for a, b in pairwise(cu)]  # heads of each document
     before = torch.tensor(list(accumulate(counts, initial=0)))
     document = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.long))  # [P]
@@ -88,7 +91,7 @@ def find_heads(cu: list[int], W: int, device: torch.device) -> Heads:
     row = torch.arange(P).unsqueeze(1) + tap - (W - 1)  # [P, W]
     in_state = offset.unsqueeze(1) + tap  # [P, W], as a row of (state, document)
     source = torch.where(in_state < W - 1, P + document.unsqueeze(1) * (W - 1) + in_state, row)
-    return Heads(rows.to(device), rows, source.to(device))
+    return Heads(on_device(rows, device), rows, on_device(source, device))
 
 
 class ShortConv(torch.autograd.Function):

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from perilune.ops.upload import on_device
+
 LEAST = 8  # chunks of a segment: a state goes through memory for each
 # Microseconds on an H200
 STEP, HALF_STEP = 1.8, 1.3  # of a program that passes a chunk, with all columns of V or half of them
@@ -111,7 +113,7 @@ def _chunks(
 
     def tabled(starts: Tensor, sizes: Tensor, segments: Tensor, parts: tuple[Chunks, ...] = ()) -> Chunks:
         tables = (starts, sizes.int(), segments.int(), sequences.int(), sequences[:-1], sequences[1:] - 1)
-        return Chunks._make((len(starts), *(x.to(device) for x in tables), split, parts))
+        return Chunks._make((len(starts), *(on_device(x, device) for x in tables), split, parts))
 
     n, runs = len(starts), segments.diff()
     number = 1 if split else min(size * n // LARGE, TURNS, n // (LEAST * max(len(runs), 1)))
