@@ -1,10 +1,14 @@
 import math
+from collections import Counter
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from perilune.core.errors import ConfigError
+from perilune.models.k3 import K3Model, presets
 from perilune.optim import Blocks, PerHeadMuon, Role, Roles
 from perilune.optim.newton_schulz import COEFFICIENTS
 
@@ -126,6 +130,63 @@ def test_bfloat16_iteration_stays_close():
     exact, rough = update(W, G), update(W, G, ns_dtype=torch.bfloat16)
     assert rough.dtype == torch.float32
     assert 0 < (rough - exact).norm() < 0.05 * exact.norm()
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_blocks_of_all_kinds_in_bfloat16_stay_close_to_the_plain_form(nesterov):
+    """Directions are rounded where the iteration begins, weights and momenta are not; no singular value is small."""
+    shapes = {
+        "heads": ((4 * 16, 64), Blocks(repeat=4)),
+        "experts": ((6, 64, 16), Blocks()),
+        "tall": ((64, 16), Blocks()),
+    }
+    for shape, cut in shapes.values():
+        p = param(*shape, dtype=torch.float32)
+        before = [w.clone() for w in plain_blocks(p.detach(), cut)]
+        p.grad = torch.randn_like(p)
+        grads = [g.clone() for g in plain_blocks(p.grad, cut)]
+        optimizer = PerHeadMuon([Role(p, "muon", cut)], lr=0.1, nesterov=nesterov, ns_dtype=torch.bfloat16)
+        optimizer.step()
+        for W, G, got, M in zip(
+            before, grads, plain_blocks(p.detach(), cut), plain_blocks(optimizer.state[p]["momentum"], cut)
+        ):
+            exact, momentum = plain_muon(W, G, torch.zeros_like(W), lr=0.1, nesterov=nesterov)
+            assert torch.equal(M, momentum)
+            assert 0 < (got - exact).norm() < 0.03 * (exact - W).norm()
+
+
+class Counting(TorchDispatchMode):
+    """How often each operation that does something is called, and how many bytes go in and out of all of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.bytes = Counter(), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view and "empty" not in str(func):
+            self.calls[func.overloadpacket] += 1
+            tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
+            self.bytes += sum(x.numel() * x.element_size() for x in tensors)
+        return out
+
+
+def test_a_step_of_1b_takes_few_products_and_holds_nothing_twice():
+    """On the meta device: 8,817 matrices of 11 shapes go through 3 x 5 batched products a shape."""
+    with torch.device("meta"):
+        model = K3Model(presets.get("1b"))
+    roles = {name: role for name, role in model.parameter_roles().items() if role.kind == "muon"}
+    optimizer = PerHeadMuon(roles, lr=1e-3, ns_dtype=torch.bfloat16)
+    for role in roles.values():
+        role.param.grad = torch.empty_like(role.param)
+    with Counting() as counting:
+        optimizer.step()
+    aten, shapes = torch.ops.aten, 11
+    assert (counting.calls[aten.bmm], counting.calls[aten.baddbmm]) == (5 * shapes, 10 * shapes)
+    pieces = sum(len(role.blocks.of(role.param)) for role in roles.values())
+    assert counting.calls.total() - 15 * shapes <= 2 * pieces + 12 * shapes
+    numbers = sum(role.param.numel() for role in roles.values())
+    assert counting.bytes < 160 * numbers
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class PerHeadMuon(torch.optim.Optimizer):
     a zero gradient is not.  State exists from the start and has the parameter's dtype: keep masters in float32.
     DTensors sharded along one mesh dimension are updated as if they were whole; every other tensor is taken for whole,
     so a shard given as a plain tensor would be orthogonalised on its own.
-    ns_steps, ns_dtype: see `newton_schulz`.
+    ns_steps, ns_dtype: see `newton_schulz`; directions are rounded to `ns_dtype` as they are made.
     """
 
     def __init__(
@@ -110,23 +110,22 @@ class PerHeadMuon(torch.optim.Optimizer):
         momenta = [local(self.state[param]["momentum"]) for param in params]
         torch._foreach_mul_(momenta, mu)
         torch._foreach_add_(momenta, grads)
-        if group["nesterov"]:
-            directions = list(torch._foreach_add(grads, momenta, alpha=mu))
-        else:
-            directions = [momentum.clone() for momentum in momenta]
-        whole, shards = [], []
-        for param, direction in zip(params, directions):
+        torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
+        whole: list[_Matrices] = []
+        shards = []
+        for param, weight, grad, momentum in zip(params, weights, grads, momenta):
             cut = self._blocks[param]
             own_cut = cuts_of_shard(param, cut) if is_sharded(param) else cut
             if own_cut is not None:
-                whole.append((direction, own_cut))
+                whole += map(_Matrices, own_cut.of(weight), own_cut.of(grad), own_cut.of(momentum))
             else:
-                shards.append((param, direction, cut))
-        orthogonalize = partial(orthogonalize_, steps=group["ns_steps"], dtype=group["ns_dtype"])
-        orthogonalize(whole)
-        on_owners_(orthogonalize, shards)
-        torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
-        torch._foreach_add_(weights, directions, alpha=-lr)
+                direction = torch.add(grad, momentum, alpha=mu) if group["nesterov"] else momentum.clone()
+                shards.append((param, weight, direction, cut))
+        steps, dtype = group["ns_steps"], group["ns_dtype"]
+        _move_(whole, lr, mu if group["nesterov"] else None, steps, dtype)
+        on_owners_(partial(orthogonalize_, steps=steps, dtype=dtype), [(p, d, cut) for p, _, d, cut in shards])
+        if shards:
+            torch._foreach_add_([weight for _, weight, _, _ in shards], [d for _, _, d, _ in shards], alpha=-lr)
 
     def _adamw(self, group: dict[str, Any], params: list[Tensor]) -> None:
         states = [self.state[param] for param in params]
@@ -145,6 +144,42 @@ class PerHeadMuon(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
+
+
+class _Matrices(NamedTuple):
+    """Some matrices of one shape [..., n, m]: views of a parameter, of its gradient and of its momentum."""
+
+    weight: Tensor
+    grad: Tensor
+    momentum: Tensor
+
+    def lying(self) -> "_Matrices":
+        """None taller than wide."""
+        return self if self.weight.shape[-2] <= self.weight.shape[-1] else _Matrices(*(x.mT for x in self))
+
+
+def _move_(matrices: Iterable[_Matrices], lr: float, mu: float | None, steps: int, dtype: torch.dtype | None) -> None:
+    """W <- W - lr 0.2 sqrt(max(n, m)) newton_schulz(G + mu M), or of M alone without `mu`.
+
+    Matrices of one shape, up to transposition, go through one batched iteration.  Directions are written where that
+    begins, in its own dtype, and its result is added to the weights from there: nothing as large as the parameters is
+    held beside it.
+    """
+    alike: dict[Any, list[_Matrices]] = defaultdict(list)
+    for one in map(_Matrices.lying, matrices):
+        alike[one.weight.shape[-2:], one.weight.dtype, one.weight.device].append(one)
+    for (shape, own, device), some in alike.items():
+        counts = [one.weight.shape[:-2].numel() for one in some]
+        stacked = torch.empty(sum(counts), *shape, dtype=dtype or own, device=device)
+        for one, part in zip(some, stacked.split(counts)):
+            into = part.view(one.weight.shape)
+            if mu is None:
+                into.copy_(one.momentum)
+            else:
+                torch.add(one.grad, one.momentum, alpha=mu, out=into)
+        updates = newton_schulz(stacked, steps, dtype=dtype)
+        for one, update in zip(some, updates.split(counts)):
+            one.weight.add_(update.view(one.weight.shape), alpha=-lr * UPDATE_RMS * max(shape) ** 0.5)
 
 
 def orthogonalize_(tensors: Iterable[tuple[Tensor, Blocks]], steps: int = 5, dtype: torch.dtype | None = None) -> None:

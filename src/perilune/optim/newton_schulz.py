@@ -8,6 +8,8 @@ SMALLEST_NORM = 1e-7
 """Blocks of a smaller Frobenius norm are not blown up to a full update: they fade, and a zero block stays zero."""
 CPU_BATCH = 2**17
 """Numbers iterated at a time on a CPU: few enough to stay in its cache, which halves the time of small blocks."""
+DEVICE_BATCH = 2**62
+"""The same elsewhere: all at once, in as few launches as there are products."""
 
 
 def newton_schulz(blocks: Tensor, steps: int = 5, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -19,22 +21,26 @@ def newton_schulz(blocks: Tensor, steps: int = 5, *, dtype: torch.dtype | None =
     [0.68, 1.13], and lift small ones only part of the way (1e-3 of the norm to 0.47, 1e-4 to 0.05).
 
     blocks: [..., n, m], each matrix on its own; the scale of a block does not matter.  Computes in `dtype`, by
-    default float32 or wider (bfloat16 is customary on GPUs), and returns the input's shape and dtype.
+    default float32 or wider (bfloat16 is customary on GPUs), and returns the input's shape and dtype.  Blocks that are
+    in `dtype` already are never held any wider.
     """
     wide = torch.promote_types(blocks.dtype, torch.float32)
+    dtype = dtype or wide
     tall = blocks.shape[-2] > blocks.shape[-1]
     n, m = sorted(blocks.shape[-2:])
-    X = (blocks.mT if tall else blocks).to(wide).reshape(-1, n, m)
-    batch = max(1, CPU_BATCH // (n * m) if X.device.type == "cpu" else len(X))
-    X = torch.cat([_iterate(x, steps, dtype or wide) for x in X.split(batch)])
+    X = (blocks.mT if tall else blocks).to(dtype if blocks.dtype == dtype else wide).reshape(-1, n, m)
+    batch = max(1, (CPU_BATCH if X.device.type == "cpu" else DEVICE_BATCH) // (n * m))
+    parts = [_iterate(x, steps, dtype) for x in X.split(batch)]
+    X = parts[0] if len(parts) == 1 else torch.cat(parts)
     X = (X.mT if tall else X).to(blocks.dtype)
     return X.reshape(blocks.shape)
 
 
 def _iterate(X: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
     a, b, c = COEFFICIENTS
-    norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True)
-    X = (X / norm.clamp_min(SMALLEST_NORM)).to(dtype)
+    wide = torch.promote_types(X.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=wide).clamp_min(SMALLEST_NORM)
+    X = (X / norm.to(X.dtype)).to(dtype)
     for _ in range(steps):
         A = X @ X.mT
         X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)

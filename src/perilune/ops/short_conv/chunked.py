@@ -35,7 +35,8 @@ def short_conv(
     if cu is None and T < W:
         return _step(x, weight, state, activation)
     bounds = [T * n for n in range(B + 1)] if cu is None else cu
-    heads = find_heads(tuple(bounds), W, x.device)
+    find = find_heads if torch.compiler.is_compiling() else heads_found  # a compiled graph takes no cache
+    heads = find(tuple(bounds), W, x.device)
     y = ShortConv.apply(x.reshape(B * T, D), weight, state, heads, activation == "silu").view(B, T, D)
     if not output_final_state:
         return y, None
@@ -79,7 +80,6 @@ class Heads(NamedTuple):
         return slice(a, b), self.rows[a:b] - first
 
 
-@lru_cache(maxsize=16)  # the convolutions of a model share them
 def find_heads(cu: tuple[int, ...], W: int, device: torch.device) -> Heads:
     counts = [min(b - a, W - 1) for a, b in pairwise(cu)]  # heads of each document
     before = torch.tensor(list(accumulate(counts, initial=0)))
@@ -92,6 +92,9 @@ def find_heads(cu: tuple[int, ...], W: int, device: torch.device) -> Heads:
     in_state = offset.unsqueeze(1) + tap  # [P, W], as a row of (state, document)
     source = torch.where(in_state < W - 1, P + document.unsqueeze(1) * (W - 1) + in_state, row)
     return Heads(on_device(rows, device), rows, on_device(source, device))
+
+
+heads_found = lru_cache(maxsize=16)(find_heads)  # the convolutions of a model share them
 
 
 class ShortConv(torch.autograd.Function):
