@@ -46,6 +46,8 @@ MODELS = {
     "qwen": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **MANY, num_experts=32, head_dim=32)),
     "deepseek": lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**SIZES, **MANY, **LATENT, **GROUPS)),
 }
+if NAME not in MODELS:
+    sys.exit(f"expected one of {', '.join(MODELS)}, got {NAME}")
 torch.set_num_threads(1)
 text = torch.tensor(list("\n".join(d.text for d in standard_library().train[:60]).encode()))  # bytes are the tokens
 

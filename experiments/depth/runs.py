@@ -63,7 +63,7 @@ def run_scale(
 ) -> bool:  # fmt: skip
     """Costs, then rates, then runs, below `home`; whether all of it is there now."""
     start = time.time()
-    deadline = start + 60 * minutes if minutes else math.inf
+    deadline = math.inf if minutes is None else start + 60 * minutes
     with console.status("reading the library, training the tokenizer"):
         texts.prepare(scale, home)
     work = Work(scale.name, home, place, backend, deadline, max(1, torch.get_num_threads() // jobs))

@@ -799,6 +799,12 @@ def test_the_package_itself_needs_no_transformers() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_the_example_names_what_it_has() -> None:
+    command = [sys.executable, str(ROOT / "examples" / "balance_moe.py"), "llama"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "expected one of mixtral, qwen, deepseek, got llama")
+
+
 @pytest.mark.parametrize("name", ["mixtral", "qwen", "deepseek"])
 def test_the_example_runs(name: str) -> None:
     command = [sys.executable, str(ROOT / "examples" / "balance_moe.py"), name, "3"]
