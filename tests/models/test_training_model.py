@@ -528,3 +528,19 @@ def test_a_training_step_clips_logits_and_forgets_them():
     attention.track_max_logits = True
     trainer.model(batch.input_ids, cu_seqlens=batch.cu_seqlens)
     assert attention.max_logits.max().item() == pytest.approx(0.05, rel=1e-3)
+
+
+def test_under_autocast_a_sublayers_input_is_cast_once_for_all_that_read_it():
+    """The projections find it narrow; the router widens it again, and a gradient comes back through one cast."""
+    k3, tokens = model(torch.float32), ids(1, 20)
+    seen = {}
+    for name, module in k3.model.layers[2].named_modules():
+        if name.endswith(("q_proj", "f_a_proj", "b_proj", "gate", "gate_proj")):
+            module.register_forward_pre_hook(lambda module, args, name=name: seen.update({name: args[0].dtype}))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        k3(tokens, labels=tokens).loss.backward()
+    assert set(seen.values()) == {torch.bfloat16}
+    assert len(seen) == 6  # f_b_proj too
+    seen.clear()
+    k3.double()(tokens, labels=tokens)
+    assert set(seen.values()) == {torch.float64}

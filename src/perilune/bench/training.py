@@ -1,5 +1,6 @@
 """A training step as `perilune train` makes it: tokens a second, use of the machine, memory, where the time goes."""
 
+import gc
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -118,6 +119,7 @@ class Training(Sheet):
             except torch.OutOfMemoryError as error:
                 row = {"skipped": str(error).split(". ")[0]}
             result["times"].append({**asdict(work), "label": str(work), **row})
+            gc.collect()  # a trainer is in circles
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
             if wrong := row.get("wrong"):

@@ -16,3 +16,9 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """A context for work on x's device in which matrix products compute in the dtype of their operands."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+
+
+def as_autocast(x: Tensor) -> Tensor:
+    """x as every linear layer that reads it would cast it, once for all of them; x itself without autocast."""
+    dtype = autocast_dtype(x)
+    return x if dtype is None or x.dtype == torch.float64 else x.to(dtype)

@@ -12,6 +12,7 @@ from perilune.models.k3.config import K3Config
 from perilune.nn import GLU, BlockAttnRes, DepthStream, RMSNorm, StableLatentMoE
 from perilune.nn.balancer import balancer
 from perilune.nn.glu import Activation
+from perilune.ops.autocast import as_autocast
 from perilune.ops.quantile_bias import Groups
 
 
@@ -87,10 +88,10 @@ class DecoderLayer(nn.Module):
         stream.add(self._run(self._feed, stream.read(self.mlp_res), mask))
 
     def _attend(self, h: Tensor, cache: Any, cu_seqlens: Sequence[int] | None) -> Tensor:
-        return self.self_attn(self.input_layernorm(h), cache=cache, cu_seqlens=cu_seqlens)
+        return self.self_attn(as_autocast(self.input_layernorm(h)), cache=cache, cu_seqlens=cu_seqlens)
 
     def _feed(self, h: Tensor, mask: Tensor | None) -> Tensor:
-        x = self.post_attention_layernorm(h)
+        x = as_autocast(self.post_attention_layernorm(h))
         if self.block_sparse_moe is not None:
             return self.block_sparse_moe(x, mask)
         assert self.mlp is not None
