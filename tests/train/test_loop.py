@@ -103,6 +103,23 @@ def test_the_line_before_a_step_that_diverged_is_not_lost(tmp_path):
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler looks at all inputs
+def test_compiled_norms_are_the_norms(tmp_path):
+    """Two steps, within rounding; what is saved has the same names."""
+    plain, compiled = tiny(run()), tiny(run(compile_norms=True))
+    ran = [0]
+    compiled.model.model.norm.register_forward_hook(lambda *_: ran.__setitem__(0, ran[0] + 1))
+    for batch in batches(plain, 2):
+        one, other = plain.step(batch), compiled.step(batch)
+        assert other.losses == pytest.approx(one.losses, rel=1e-4)
+        assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-3)
+    assert ran == [2]
+    assert compiled.model.model.norm._compiled_call_impl is not None
+    assert plain.model.model.norm._compiled_call_impl is None
+    assert weights(plain).keys() == weights(compiled).keys()
+
+
 def test_bfloat16_computes_narrow_and_learns_as_float32_does(train):
     """Products in bfloat16, seen from inside; weights and state stay as they are; losses are near."""
     seen, lines = set(), {}

@@ -40,9 +40,11 @@ class Work:
     recipe: str
     context: int
     tokens: int
+    compile_norms: bool = False
 
     def __str__(self) -> str:
-        return f"{self.recipe}, {self.tokens // self.context} x {self.context:,} tokens"
+        name = f"{self.recipe}, {self.tokens // self.context} x {self.context:,} tokens"
+        return name + (", compiled norms" if self.compile_norms else "")
 
     def run(self, steps: int) -> Run:
         """The recipe, for so many steps of this size."""
@@ -50,7 +52,7 @@ class Work:
         stage: Stage = made.stages[0].replace(
             context=self.context, batch_tokens=self.tokens, tokens=self.tokens * steps, mix={"text": 1.0}, warmup=0.0
         )
-        return made.replace(stages=(stage,))
+        return made.replace(stages=(stage,), compile_norms=self.compile_norms)
 
 
 SHOWN: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -66,7 +68,12 @@ SHOWN: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 """What is said of a step, in the order of the table."""
 
-ON_GPU = (Work("1b_8k", 8192, 8192), Work("1b_8k", 8192, 32_768), Work("1b_8k", 8192, 65_536))
+ON_GPU = (
+    Work("1b_8k", 8192, 8192),
+    Work("1b_8k", 8192, 32_768),
+    Work("1b_8k", 8192, 65_536),
+    Work("1b_8k", 8192, 32_768, compile_norms=True),
+)
 ON_CPU = (Work("nano_128", 128, 512),)
 
 

@@ -112,6 +112,8 @@ class Run(Config):
     precision: Literal["float32", "bfloat16"] = "float32"
     """What matrix products compute in.  Weights, their gradients and the optimizer's state are float32 either way, and
     so is what a bfloat16 model computes wide (`torch.autocast`)."""
+    compile_norms: bool = False
+    """Compile the norms (`K3Model.compile_norms`): fewer passes over memory on a GPU, minutes more at the start."""
     seed: int = 0
     load_window: int = 50
     """Steps over which expert loads are summed before their Gini is taken."""

@@ -117,6 +117,8 @@ class Trainer:
         self.mixed = run.precision == "bfloat16"
         torch.manual_seed(run.seed)
         self.model = K3Model(run.model).to(self.device)  # first: what is wrong with it shows before the text is read
+        if run.compile_norms:
+            self.model.compile_norms()
         source = checkpoint or state.starting_point(run)
         self.feed = feed or Feed(run, ByteBPE.load(source) if source else None)
         options = run.optimizer

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from perilune.models.k3.layer import DecoderLayer, MTPLayer
 from perilune.models.k3.roles import parameter_roles
 from perilune.nn import BlockAttnRes, DepthStream, GatedMLA, HybridCache, RMSNorm, StableLatentMoE, initialize_
 from perilune.nn.balancer import Balancer
+from perilune.nn.norm import GatedHeadNorm
 from perilune.ops import linear_cross_entropy
 from perilune.ops.cross_entropy import IGNORED
 from perilune.ops.packing import boundaries
@@ -229,6 +230,13 @@ class K3Model(nn.Module):
         """Keeps only sublayer inputs for the backward pass and computes the rest again there."""
         for layer in self._decoder_layers():
             layer.recompute = on
+
+    def compile_norms(self, **options: Any) -> None:
+        """Every norm, with the gate behind it where there is one, in one kernel each way: `torch.compile` with these
+        options.  Names of parameters and what is saved stay; results differ by rounding."""
+        for module in self.modules():
+            if isinstance(module, RMSNorm | GatedHeadNorm):
+                module.compile(**options)
 
     # files
 
