@@ -1,99 +1,95 @@
-"""How many floating-point operations a K3-class model needs for a token: by formula, from the configuration alone.
+"""What one token costs in floating-point operations, by part: 2 a multiply-add, forward only.
 
-A product of [m, k] and [k, n] counts 2 m k n, and nothing else counts: no norm, gate, convolution, softmax or sort.  A
-training step takes three times the forward, each product having two in the backward.  What a kernel does beyond that,
-as recomputing, padding, inverting a chunk's triangle, or products above the causal diagonal, is its own affair.
+A backward pass costs twice that: each product has two gradients.  Imports without torch.
 """
 
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
 
+from perilune.core.errors import ConfigError
 from perilune.models.k3.config import K3Config
 
-TRAINING = 3  # forwards: one, and a backward of two
+KDA_CHUNK = 64  # rows of a chunk in the GPU kernels (`perilune.ops.kda.kernels.plan`)
+
+Part = tuple[str, float]
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenFlops:
-    """Of a token's forward pass, mean over the positions of a document, summed over layers."""
+def flops_per_token(config: K3Config, context: int, *, kda_chunk: int = KDA_CHUNK) -> dict[str, float]:
+    """Operations of one token's forward pass, by part; 2 for each multiply-add.
 
-    projections: float
-    """Into and out of attention of both kinds, gates and low ranks included."""
-    kda: float
-    """The recurrence itself: k^T S, k u^T and q^T S, 6 K V for each head, whatever chunks a kernel works in."""
-    attention: float
-    """MLA's q k^T and p v: 2 (qk + v) for each head and each of the (T + 1) / 2 keys that a query sees on average."""
-    router: float
-    experts: float
-    """The routed ones, with the projections to their width and back."""
-    shared: float
-    """Experts that every token takes, and dense feed-forward blocks."""
-    attn_res: float
-    """Scores and mixture of N sources, 4 N D; a single source is not scored."""
-    head: float
-    """Logits; those of the further tokens too (multi-token prediction)."""
+    context: tokens of a document; a token of it sees (context + 1) / 2 keys in the mean.
+    kda_chunk: rows that KDA takes at a time, whose products grow with it.
 
-    @property
-    def forward(self) -> float:
-        return sum(asdict(self).values())
-
-    @property
-    def training(self) -> float:
-        """Forward and backward."""
-        return TRAINING * self.forward
+    Counted are matrix products, the head's included, and what attention residuals and short convolutions do; not what
+    norms, activations and the routing do element by element.  Raises ConfigError for an attention it does not know.
+    """
+    parts: dict[str, float] = {}
+    for name, flops in _parts(config, context, kda_chunk):
+        parts[name] = parts.get(name, 0.0) + flops
+    return parts
 
 
-def token_flops(config: K3Config, context: int) -> TokenFlops:
-    """The operations for a token of a document of `context` tokens, the layers of multi-token prediction included."""
-    kinds = [config.attention(i) for i in range(config.num_hidden_layers)]
-    moes = [config.is_moe(i) for i in range(config.num_hidden_layers)]
-    further = config.num_nextn_predict_layers
-    kinds += ["mla"] * further
-    moes += [config.num_experts > 0] * further
-    number = {kind: kinds.count(kind) for kind in ("kda", "mla")}
-    sparse, dense = sum(moes), len(moes) - sum(moes)
-    d, linear = config.hidden_size, config.linear_attn_config
-    shared = config.num_shared_experts * config.moe_intermediate_size
-    qk = config.qk_nope_head_dim + config.qk_rope_head_dim
-    joined = 2 * 2 * d * d * further  # eh_proj
-    return TokenFlops(
-        projections=number["kda"] * _kda_projections(config) + number["mla"] * _mla_projections(config) + joined,
-        kda=number["kda"] * linear.num_heads * 6 * linear.head_dim**2,
-        attention=number["mla"] * config.num_attention_heads * (qk + config.v_head_dim) * (context + 1),
-        router=sparse * 2 * d * config.num_experts,
-        experts=sparse * _experts(config),
-        shared=6 * d * (sparse * shared + dense * config.intermediate_size),
-        attn_res=_attn_res(config),
-        head=2 * d * config.vocab_size * (1 + further),
-    )
+def training_flops_per_token(config: K3Config, context: int) -> float:
+    """Forward and backward, nothing computed twice: three times the forward pass."""
+    return 3 * sum(flops_per_token(config, context).values())
 
 
-def _kda_projections(config: K3Config) -> int:
-    d, linear = config.hidden_size, config.linear_attn_config
-    rank, width = linear.head_dim, linear.num_heads * linear.head_dim
-    gate = d * width if linear.use_full_rank_gate else rank * (d + width)
-    return 2 * (4 * d * width + rank * (d + width) + d * linear.num_heads + gate)  # q, k, v, o; decay; strength; gate
+def _parts(config: K3Config, context: int, chunk: int) -> Iterator[Part]:
+    for i in range(config.num_hidden_layers):
+        kind = config.attention(i)
+        if kind == "kda":
+            yield from _kda(config, chunk)
+        elif kind == "mla":
+            yield from _mla(config, context)
+        else:
+            raise ConfigError(f"layer_types: expected kda or mla to count operations, got {kind!r}; count it by hand")
+        yield from _moe(config) if config.is_moe(i) else _dense(config)
+    if sources := sum(mixer_sources(config)):
+        yield "attention residuals", 6.0 * sources * config.hidden_size  # a dot product, a square, a weighted sum
+    head = 2.0 * config.hidden_size * config.vocab_size
+    yield "head", head
+    if config.num_nextn_predict_layers:
+        feed = _moe(config) if config.num_experts else _dense(config)
+        layer = sum(flops for _, flops in (*_mla(config, context), *feed))
+        join = 4.0 * config.hidden_size**2  # [2 D] -> [D]
+        yield "multi-token prediction", config.num_nextn_predict_layers * (join + layer + head)
 
 
-def _mla_projections(config: K3Config) -> int:
-    d, heads, rank = config.hidden_size, config.num_attention_heads, config.q_lora_rank
-    queries = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
-    values = heads * config.v_head_dim
-    q = d * queries if rank is None else rank * (d + queries)
-    kv_a = d * (config.kv_lora_rank + config.qk_rope_head_dim)
-    kv_b = config.kv_lora_rank * (heads * config.qk_nope_head_dim + values)
-    return 2 * (q + kv_a + kv_b + d * values * (2 if config.mla_use_output_gate else 1))
+def _kda(config: K3Config, chunk: int) -> Iterator[Part]:
+    linear = config.linear_attn_config
+    D, H, K = config.hidden_size, linear.num_heads, linear.head_dim
+    P = H * K
+    gate = D * P if linear.use_full_rank_gate else D * K + K * P
+    yield "KDA projections", 2.0 * (4 * D * P + D * K + K * P + D * H + gate)  # q, k, v, o; f; beta; g
+    yield "short convolutions", 2.0 * 3 * P * linear.short_conv_kernel_size
+    # A, P: [C, K] x [K, C]; U, P U: [C, C] x [C, V]; K S, Q S, K^T U with the state; whole tiles, the inverse left out
+    yield "KDA recurrence", 2.0 * H * (4 * chunk * K + 3 * K * K)
 
 
-def _experts(config: K3Config) -> int:
-    latent = config.routed_expert_hidden_size
-    width = config.hidden_size if latent is None else latent
-    around = 0 if latent is None else 2 * 2 * config.hidden_size * latent
-    return config.num_experts_per_token * 6 * width * config.moe_intermediate_size + around
+def _mla(config: K3Config, context: int) -> Iterator[Part]:
+    D, H, rank = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
+    key, value = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    q_rank = config.q_lora_rank
+    query = D * H * key if q_rank is None else D * q_rank + q_rank * H * key
+    latent = D * (rank + config.qk_rope_head_dim) + rank * H * (config.qk_nope_head_dim + value)
+    gate = D * H * value if config.mla_use_output_gate else 0
+    yield "MLA projections", 2.0 * (query + latent + gate + H * value * D)
+    yield "MLA attention", 2.0 * H * (key + value) * (context + 1) / 2
 
 
-def _attn_res(config: K3Config) -> int:
+def _moe(config: K3Config) -> Iterator[Part]:
+    D, F, latent = config.hidden_size, config.moe_intermediate_size, config.routed_expert_hidden_size
+    yield "routed experts", 2.0 * config.num_experts_per_token * 3 * (latent or D) * F
+    shared = 3 * D * F * config.num_shared_experts
+    yield "shared experts, router, latent projections", 2.0 * (shared + D * config.num_experts + 2 * D * (latent or 0))
+
+
+def _dense(config: K3Config) -> Iterator[Part]:
+    yield "dense feed-forward", 2.0 * 3 * config.hidden_size * config.intermediate_size
+
+
+def mixer_sources(config: K3Config) -> list[int]:
+    """How many sources each attention-residual mixer reads, in their order, the last one's included; [] without."""
     period = config.residual_period
     if period is None:
-        return 0
-    sources = [1 + -(-reads // period) for reads in range(2 * config.num_hidden_layers + 1)]
-    return sum(4 * n * config.hidden_size for n in sources if n > 1)
+        return []
+    return [1 + -(-read // period) for read in range(2 * config.num_hidden_layers + 1)]  # as `DepthStream.depth`
