@@ -4,6 +4,7 @@ A backward pass costs twice that: each product has two gradients.  Imports witho
 """
 
 from collections.abc import Iterator
+from itertools import chain
 
 from perilune.core.errors import ConfigError
 from perilune.models.k3.config import K3Config
@@ -23,7 +24,8 @@ def flops_per_token(config: K3Config, context: int, *, kda_chunk: int = KDA_CHUN
     norms, activations and the routing do element by element.  Raises ConfigError for an attention it does not know.
     """
     parts: dict[str, float] = {}
-    for name, flops in _parts(config, context, kda_chunk):
+    layers = (layer_parts(config, i, context, kda_chunk) for i in range(config.num_hidden_layers))
+    for name, flops in chain(*layers, mixer_parts(config), end_parts(config, context)):
         parts[name] = parts.get(name, 0.0) + flops
     return parts
 
@@ -33,18 +35,26 @@ def training_flops_per_token(config: K3Config, context: int) -> float:
     return 3 * sum(flops_per_token(config, context).values())
 
 
-def _parts(config: K3Config, context: int, chunk: int) -> Iterator[Part]:
-    for i in range(config.num_hidden_layers):
-        kind = config.attention(i)
-        if kind == "kda":
-            yield from _kda(config, chunk)
-        elif kind == "mla":
-            yield from _mla(config, context)
-        else:
-            raise ConfigError(f"layer_types: expected kda or mla to count operations, got {kind!r}; count it by hand")
-        yield from _moe(config) if config.is_moe(i) else _dense(config)
+def layer_parts(config: K3Config, i: int, context: int, chunk: int = KDA_CHUNK) -> Iterator[Part]:
+    """Of layer i, counted from 0, without its mixers."""
+    kind = config.attention(i)
+    if kind == "kda":
+        yield from _kda(config, chunk)
+    elif kind == "mla":
+        yield from _mla(config, context)
+    else:
+        raise ConfigError(f"layer_types: expected kda or mla to count operations, got {kind!r}; count it by hand")
+    yield from _moe(config) if config.is_moe(i) else _dense(config)
+
+
+def mixer_parts(config: K3Config) -> Iterator[Part]:
+    """Of all attention residuals."""
     if sources := sum(mixer_sources(config)):
         yield "attention residuals", 6.0 * sources * config.hidden_size  # a dot product, a square, a weighted sum
+
+
+def end_parts(config: K3Config, context: int) -> Iterator[Part]:
+    """Of the head, and of the layers that predict further."""
     head = 2.0 * config.hidden_size * config.vocab_size
     yield "head", head
     if config.num_nextn_predict_layers:

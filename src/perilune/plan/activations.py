@@ -1,0 +1,144 @@
+"""Bytes of activations that the graph keeps from the forward pass to the backward, and those a pass needs meanwhile.
+
+Each formula follows one sublayer as it is written: what its autograd functions save, every tensor once.  b is the bytes
+of an activation's number: 2 for bfloat16, 4 for float32.
+"""
+
+from collections.abc import Iterator
+
+from perilune.models.k3 import K3Config
+from perilune.models.k3.flops import KDA_CHUNK, mixer_sources
+from perilune.ops.blocks import DEVICE_BLOCK
+from perilune.ops.kda.kernels.chunks import LARGE, LEAST, TURNS
+
+# Per token
+
+
+def kept_by_norm(width: int, b: int) -> float:
+    """RMSNorm: x in float32, one over its size, the normalized x (its product with the weight is the reader's)."""
+    return 4 * width + 4 + b * width
+
+
+def kept_by_attention(config: K3Config, i: int, b: int, *, fused: bool) -> float:
+    """The first sublayer of layer i, its norm included.  fused: by KDA's GPU kernels, not the chunked form."""
+    normed = kept_by_norm(config.hidden_size, b) + b * config.hidden_size
+    return normed + (_kept_by_kda(config, b, fused) if config.attention(i) == "kda" else _kept_by_mla(config, b))
+
+
+def _kept_by_kda(config: K3Config, b: int, fused: bool) -> float:
+    linear = config.linear_attn_config
+    H, K = linear.num_heads, linear.head_dim
+    P = H * K
+    kept = 3 * P * b  # before the convolutions
+    kept += b * K * (1 if linear.use_full_rank_gate else 2)  # between the factors of the low-rank gates
+    # q, k, v, the decay's logit, beta's, o; or q and k in float32 and of length one, v, five steps of the gate, beta
+    kept += 5 * P * b + H * b if fused else 2 * P * (4 + b) + P * b + 5 * 4 * P + 4 * 4 * H
+    norm = (4 * P if b < 4 or not fused else 0) + 3 * 4 * P + 4 * H  # o wide; normalized, weighed, the gate's sigmoid
+    return kept + norm + P * b
+
+
+def _kept_by_mla(config: K3Config, b: int) -> float:
+    H, value, rank, q_rank = config.num_attention_heads, config.v_head_dim, config.kv_lora_rank, config.q_lora_rank
+    nope, rope = config.qk_nope_head_dim, config.qk_rope_head_dim
+    key = nope + rope
+    kept = 0.0 if q_rank is None else kept_by_norm(q_rank, b) + b * q_rank
+    kept += 4 * (rank if b < 4 else rank + rope) + 4 + b * rank + b * (rank + rope)  # the latent's norm, the latent
+    # q, k, v, o and the sums of softmax; v and o as wide as k, or v inside what it was expanded with
+    kept += b * H * (3 * key + (key if value < key else nope + value)) + 4 * H
+    if config.mla_use_output_gate:
+        kept += (4 * H * value if b < 4 else 0) + 4 * H * value
+    return kept + b * H * value
+
+
+def kept_by_feed(config: K3Config, i: int, b: int) -> float:
+    """The second sublayer of layer i, its norm included."""
+    normed = kept_by_norm(config.hidden_size, b) + b * config.hidden_size
+    return normed + (_kept_by_moe(config, b) if config.is_moe(i) else 3 * b * config.intermediate_size)
+
+
+def _kept_by_moe(config: K3Config, b: int) -> float:
+    D, k, F = config.hidden_size, config.num_experts_per_token, config.moe_intermediate_size
+    latent = config.routed_expert_hidden_size
+    kept = (4 * D if b < 4 else 0) + 4 * config.num_experts  # the router's float32 input, its scores
+    kept += 2 * k * F * b + 40 * k + 8  # gate and up of every row; ids, weights and where the rows lie
+    if latent is not None:
+        kept += 2 * b * latent  # what the experts read, and W_up
+        kept += kept_by_norm(latent, b) if config.latent_moe_use_norm else 0
+    return kept + 3 * b * F * config.num_shared_experts
+
+
+def kept_by_stream(config: K3Config, b: int) -> float:
+    """What mixers read: every live sum, finished blocks among them, and two numbers a source.  0 without mixers."""
+    return sum(b * config.hidden_size + 8 * sources for sources in mixer_sources(config))
+
+
+def kept_layers(config: K3Config, layers: range, b: int, *, recompute: bool, fused: bool = True) -> float:
+    """Bytes a token that those layers keep; with `recompute` the input of each sublayer alone."""
+    if recompute:
+        return 2.0 * b * config.hidden_size * len(layers)
+    return sum(kept_by_attention(config, i, b, fused=fused) + kept_by_feed(config, i, b) for i in layers)
+
+
+def kept_by_head(config: K3Config, b: int) -> float:
+    """The last norm, the gradient of its output; what stays of the head's weight is no token's (`head_constant`)."""
+    return kept_by_norm(config.hidden_size, b) + b * config.hidden_size
+
+
+def kept_in_all(config: K3Config, tokens: int, b: int, *, recompute: bool, fused: bool = True) -> float:
+    """Bytes that the graph of one forward pass over `tokens` keeps, without layers that predict further."""
+    layers = range(config.num_hidden_layers)
+    each = kept_layers(config, layers, b, recompute=recompute, fused=fused)
+    each += kept_by_stream(config, b) + kept_by_head(config, b) + 8  # the ids
+    return tokens * each + b * config.vocab_size * config.hidden_size  # the gradient of the head's weight
+
+
+# At one time
+
+
+def largest_sublayer(config: K3Config, layers: range, b: int) -> float:
+    """Bytes a token of the sublayer that keeps most: with `recompute`, one is alive at a time."""
+    kept = (max(kept_by_attention(config, i, b, fused=True), kept_by_feed(config, i, b)) for i in layers)
+    return max(kept, default=0.0)
+
+
+def backward_workspace(config: K3Config, layers: range, tokens: int, b: int) -> float:
+    """Bytes that the backward pass of one sublayer needs beside what is kept, at most."""
+    kinds = {config.attention(i) for i in layers}
+    needs = [0.0]
+    if "kda" in kinds:
+        needs.append(kda_workspace(config, tokens, b))
+    if any(config.is_moe(i) for i in layers):
+        needs.append(tokens * expert_rows(config, b))
+    if kinds - {"kda"}:
+        H, key = config.num_attention_heads, config.qk_nope_head_dim + config.qk_rope_head_dim
+        needs.append(tokens * 4.0 * b * H * key)  # gradients of q, k, v and o
+    return max(needs)
+
+
+def kda_workspace(config: K3Config, tokens: int, b: int) -> float:
+    """Gradients of q, k, v, the decay's logit and o, and a stretch of records and flow (`ops.kda.kernels.workspace`)."""
+    linear = config.linear_attn_config
+    return 5.0 * b * tokens * linear.num_heads * linear.head_dim + kda_records(
+        tokens, linear.num_heads, linear.head_dim, b
+    )
+
+
+def kda_records(tokens: int, heads: int, width: int, b: int) -> float:
+    """Bytes of records and flow that live at once: of all chunks, or of a stretch where they are large."""
+    C, K = KDA_CHUNK, max(64, width)
+    chunks = -(-tokens // C)
+    size = b * heads * (5 * C * K + 2 * C * C + 2 * K * K) * chunks  # as `kept` of ops.kda.kernels.launch counts
+    stretches = max(1, min(size // LARGE, TURNS, chunks // LEAST))
+    return size / stretches
+
+
+def expert_rows(config: K3Config, b: int) -> float:
+    """Bytes a token: the rows that experts read, their inner gradients twice, and what they return."""
+    latent = config.routed_expert_hidden_size or config.hidden_size
+    return b * config.num_experts_per_token * (2.0 * latent + 3.0 * config.moe_intermediate_size)
+
+
+def head_workspace(config: K3Config) -> float:
+    """A block of logits, its float32 form and its gradient; the gradient of the weight in float32.  No more: logits
+    are never held (`perilune.ops.cross_entropy`)."""
+    return DEVICE_BLOCK * (2 + 4 + 2) + 4.0 * config.vocab_size * config.hidden_size
