@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from kept import kept_bytes
 
 import tiny_k3
-from kept import kept_bytes
 from perilune.models.k3 import K3Config, K3Model, presets
 from perilune.ops.kda.kernels.chunks import chunks_of
 from perilune.ops.kda.kernels.workspace import Flow, Records

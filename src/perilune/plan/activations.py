@@ -4,12 +4,24 @@ Each formula follows one sublayer as it is written: what its autograd functions 
 of an activation's number: 2 for bfloat16, 4 for float32.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable
 
 from perilune.models.k3 import K3Config
 from perilune.models.k3.flops import KDA_CHUNK, mixer_sources
 from perilune.ops.blocks import DEVICE_BLOCK
 from perilune.ops.kda.kernels.chunks import LARGE, LEAST, TURNS
+
+Alike = tuple[tuple[int, int], ...]
+"""Layers by what they are made of: one of each sort, and how many there are."""
+
+
+def alike(config: K3Config, layers: Iterable[int]) -> Alike:
+    """Layers of one attention and one feed-forward are one sort."""
+    sorts = {i: (config.attention(i), config.is_moe(i)) for i in layers}
+    first = {sort: i for i, sort in reversed(sorts.items())}
+    return tuple((first[sort], count) for sort, count in Counter(sorts.values()).items())
+
 
 # Per token
 
@@ -72,11 +84,11 @@ def kept_by_stream(config: K3Config, b: int) -> float:
     return sum(b * config.hidden_size + 8 * sources for sources in mixer_sources(config))
 
 
-def kept_layers(config: K3Config, layers: range, b: int, *, recompute: bool, fused: bool = True) -> float:
+def kept_layers(config: K3Config, layers: Alike, b: int, *, recompute: bool, fused: bool = True) -> float:
     """Bytes a token that those layers keep; with `recompute` the input of each sublayer alone."""
     if recompute:
-        return 2.0 * b * config.hidden_size * len(layers)
-    return sum(kept_by_attention(config, i, b, fused=fused) + kept_by_feed(config, i, b) for i in layers)
+        return 2.0 * b * config.hidden_size * sum(count for _, count in layers)
+    return sum(n * (kept_by_attention(config, i, b, fused=fused) + kept_by_feed(config, i, b)) for i, n in layers)
 
 
 def kept_by_head(config: K3Config, b: int) -> float:
@@ -86,7 +98,7 @@ def kept_by_head(config: K3Config, b: int) -> float:
 
 def kept_in_all(config: K3Config, tokens: int, b: int, *, recompute: bool, fused: bool = True) -> float:
     """Bytes that the graph of one forward pass over `tokens` keeps, without layers that predict further."""
-    layers = range(config.num_hidden_layers)
+    layers = alike(config, range(config.num_hidden_layers))
     each = kept_layers(config, layers, b, recompute=recompute, fused=fused)
     each += kept_by_stream(config, b) + kept_by_head(config, b) + 8  # the ids
     return tokens * each + b * config.vocab_size * config.hidden_size  # the gradient of the head's weight
@@ -95,19 +107,19 @@ def kept_in_all(config: K3Config, tokens: int, b: int, *, recompute: bool, fused
 # At one time
 
 
-def largest_sublayer(config: K3Config, layers: range, b: int) -> float:
+def largest_sublayer(config: K3Config, layers: Alike, b: int) -> float:
     """Bytes a token of the sublayer that keeps most: with `recompute`, one is alive at a time."""
-    kept = (max(kept_by_attention(config, i, b, fused=True), kept_by_feed(config, i, b)) for i in layers)
+    kept = (max(kept_by_attention(config, i, b, fused=True), kept_by_feed(config, i, b)) for i, _ in layers)
     return max(kept, default=0.0)
 
 
-def backward_workspace(config: K3Config, layers: range, tokens: int, b: int) -> float:
+def backward_workspace(config: K3Config, layers: Alike, tokens: int, b: int) -> float:
     """Bytes that the backward pass of one sublayer needs beside what is kept, at most."""
-    kinds = {config.attention(i) for i in layers}
+    kinds = {config.attention(i) for i, _ in layers}
     needs = [0.0]
     if "kda" in kinds:
         needs.append(kda_workspace(config, tokens, b))
-    if any(config.is_moe(i) for i in layers):
+    if any(config.is_moe(i) for i, _ in layers):
         needs.append(tokens * expert_rows(config, b))
     if kinds - {"kda"}:
         H, key = config.num_attention_heads, config.qk_nope_head_dim + config.qk_rope_head_dim
@@ -116,7 +128,7 @@ def backward_workspace(config: K3Config, layers: range, tokens: int, b: int) -> 
 
 
 def kda_workspace(config: K3Config, tokens: int, b: int) -> float:
-    """Gradients of q, k, v, the decay's logit and o, and a stretch of records and flow (`ops.kda.kernels.workspace`)."""
+    """Gradients of q, k, v, the decay's logit and o; a stretch of records and flow (`ops.kda.kernels.workspace`)."""
     linear = config.linear_attn_config
     return 5.0 * b * tokens * linear.num_heads * linear.head_dim + kda_records(
         tokens, linear.num_heads, linear.head_dim, b
@@ -132,13 +144,18 @@ def kda_records(tokens: int, heads: int, width: int, b: int) -> float:
     return size / stretches
 
 
+def keys_and_values(config: K3Config, b: int) -> float:
+    """Bytes a token of an MLA layer's keys and values: under context parallelism a GPU expands all of a sequence's."""
+    return 2.0 * b * config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
+
+
 def expert_rows(config: K3Config, b: int) -> float:
     """Bytes a token: the rows that experts read, their inner gradients twice, and what they return."""
     latent = config.routed_expert_hidden_size or config.hidden_size
     return b * config.num_experts_per_token * (2.0 * latent + 3.0 * config.moe_intermediate_size)
 
 
-def head_workspace(config: K3Config) -> float:
+def head_workspace(config: K3Config, tokens: int) -> float:
     """A block of logits, its float32 form and its gradient; the gradient of the weight in float32.  No more: logits
     are never held (`perilune.ops.cross_entropy`)."""
-    return DEVICE_BLOCK * (2 + 4 + 2) + 4.0 * config.vocab_size * config.hidden_size
+    return min(DEVICE_BLOCK, tokens * config.vocab_size) * (2 + 4 + 2) + 4.0 * config.vocab_size * config.hidden_size

@@ -1,0 +1,115 @@
+"""Bytes on one GPU, part by part: what stays, what a forward and backward pass need, what the optimizer's step needs.
+
+Masters, gradients and the optimizer's states are float32 (PerHeadMuon's have the dtype of its parameters), what layers
+multiply is bfloat16: FSDP2's mixed precision.
+"""
+
+from dataclasses import dataclass
+
+from perilune.models.k3 import K3Config
+from perilune.plan.activations import (
+    backward_workspace,
+    head_workspace,
+    kept_by_head,
+    kept_by_stream,
+    kept_layers,
+    keys_and_values,
+    largest_sublayer,
+)
+from perilune.plan.layout import Layout, Stage, Work
+from perilune.plan.sizes import Share
+
+MASTER, GRADIENT, MOMENTUM, MOMENTS, HALF = 4, 4, 4, 8, 2  # bytes a parameter
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes by part."""
+
+    states: dict[str, float]
+    """From step to step."""
+    passes: dict[str, float]
+    """While a micro-batch goes forward and backward."""
+    step: dict[str, float]
+    """While the optimizer works, when nothing of `passes` is left."""
+
+    @property
+    def peak(self) -> float:
+        return sum(self.states.values()) + max(sum(self.passes.values()), sum(self.step.values()))
+
+
+def memory(config: K3Config, stage: Stage, layout: Layout, work: Work) -> Memory:
+    """Of a GPU that has that stage."""
+    return Memory(_states(stage.share, layout), _passes(config, stage, layout, work), _step(stage.share, layout))
+
+
+def _states(share: Share, layout: Layout) -> dict[str, float]:
+    n = layout.shards
+    held = {
+        "master weights": MASTER * share.total / n,
+        "Muon's momentum": MOMENTUM * (share.muon + share.experts) / n,
+        "AdamW's moments": MOMENTS * share.adamw / n,
+    }
+    if layout.sharding == "weights":
+        return {**held, "gradients": GRADIENT * share.total / n}
+    whole = share.dense + share.experts / layout.expert
+    return {**held, "gradients": GRADIENT * whole, "bfloat16 weights": HALF * whole}
+
+
+def _passes(config: K3Config, stage: Stage, layout: Layout, work: Work) -> dict[str, float]:
+    D, b, tokens = config.hidden_size, HALF, layout.micro_tokens(work)
+    in_flight = min(layout.micro_batches(work), stage.ahead)
+    parts = {
+        "activations": in_flight * tokens * kept_layers(config, stage.sorts, b, recompute=layout.recompute),
+        "attention residuals' bank": in_flight * tokens * _stream(config, stage, b),
+    }
+    if layout.context > 1 and (latent := sum(n for i, n in stage.sorts if config.attention(i) == "mla")):
+        # Of the rest of the sequence, kept by every layer or by the one that is recomputed, and their gradients once
+        others = layout.rows * work.context - tokens
+        kept = 1 if layout.recompute else in_flight * latent
+        parts["keys and values of whole sequences"] = (kept + 1) * others * keys_and_values(config, b)
+    if layout.recompute:
+        parts["one sublayer, recomputed"] = tokens * largest_sublayer(config, stage.sorts, b)
+    parts["workspace of a sublayer's backward"] = backward_workspace(config, stage.sorts, tokens, b)
+    if stage.last:
+        parts["head: loss and gradients"] = (
+            tokens * kept_by_head(config, b) + b * config.vocab_size * D + head_workspace(config, tokens)
+        )
+    if layout.sharding == "weights":
+        layer = stage.largest.dense + stage.largest.experts / layout.expert
+        ends = config.vocab_size * D * (stage.last or stage.layers.start == 0)
+        # Two layers' weights, the next one on its way; one layer's gradients, and in float32 to be summed
+        parts["gathered weights and gradients"] = max(2 * HALF * layer, HALF * ends) + (HALF + GRADIENT) * layer
+    if layout.expert > 1:
+        latent = config.routed_expert_hidden_size or D
+        experts = stage.largest.experts / layout.expert
+        parts["tokens to and from experts"] = 2.0 * b * tokens * config.num_experts_per_token * latent
+        parts["redundant experts, at most"] = (HALF + GRADIENT) * experts  # as many again, and their gradients
+    return {name: size for name, size in parts.items() if size}
+
+
+def _stream(config: K3Config, stage: Stage, b: int) -> float:
+    """Bytes a token: what the mixers of these layers read, and a gradient's sum for every finished block."""
+    if config.residual_period is None:
+        return 0.0
+    kept = kept_by_stream(config, b) * len(stage.layers) / config.num_hidden_layers
+    blocks = 1 + 2 * stage.layers.stop // config.residual_period
+    return kept + b * config.hidden_size * blocks
+
+
+def _step(share: Share, layout: Layout) -> dict[str, float]:
+    """As `PerHeadMuon` works: directions of all, then the blocks of one shape stacked, iterated and put back."""
+    stacked = max(share.shapes.items(), key=lambda item: item[1], default=((1, 1), 0))
+    (n, m), numbers = stacked
+    # The stack, X before and after a product; A, A A and their sum, each n / m of it
+    held = 4.0 * numbers / layout.shards * (3 + 3 * n / m)
+    return {
+        "Muon's directions": 4.0 * (share.muon + share.experts) / layout.shards,
+        "Newton-Schulz on the blocks of one shape": held,
+    }
+
+
+def floor(share: Share, gpus: int) -> float:
+    """Bytes that no layout over so many GPUs goes below: masters, gradients, the optimizer's states."""
+    each = MASTER + GRADIENT + MOMENTUM
+    return (each * share.total + (MOMENTS - MOMENTUM) * share.adamw) / gpus
