@@ -41,7 +41,7 @@ def _kept_by_kda(config: K3Config, b: int, fused: bool) -> float:
     linear = config.linear_attn_config
     H, K = linear.num_heads, linear.head_dim
     P = H * K
-    kept = 3 * P * b  # before the convolutions
+    kept = 3.0 * P * b  # before the convolutions
     kept += b * K * (1 if linear.use_full_rank_gate else 2)  # between the factors of the low-rank gates
     # q, k, v, the decay's logit, beta's, o; or q and k in float32 and of length one, v, five steps of the gate, beta
     kept += 5 * P * b + H * b if fused else 2 * P * (4 + b) + P * b + 5 * 4 * P + 4 * 4 * H
@@ -71,7 +71,7 @@ def kept_by_feed(config: K3Config, i: int, b: int) -> float:
 def _kept_by_moe(config: K3Config, b: int) -> float:
     D, k, F = config.hidden_size, config.num_experts_per_token, config.moe_intermediate_size
     latent = config.routed_expert_hidden_size
-    kept = (4 * D if b < 4 else 0) + 4 * config.num_experts  # the router's float32 input, its scores
+    kept = (4.0 * D if b < 4 else 0.0) + 4 * config.num_experts  # the router's float32 input, its scores
     kept += 2 * k * F * b + 40 * k + 8  # gate and up of every row; ids, weights and where the rows lie
     if latent is not None:
         kept += 2 * b * latent  # what the experts read, and W_up
@@ -92,7 +92,7 @@ def kept_layers(config: K3Config, layers: Alike, b: int, *, recompute: bool, fus
 
 
 def kept_by_head(config: K3Config, b: int) -> float:
-    """The last norm, the gradient of its output; what stays of the head's weight is no token's (`head_constant`)."""
+    """The last norm, the gradient of its output; what stays of the head's weight is no token's."""
     return kept_by_norm(config.hidden_size, b) + b * config.hidden_size
 
 

@@ -109,7 +109,7 @@ def _step(share: Share, layout: Layout) -> dict[str, float]:
     }
 
 
-def floor(share: Share, gpus: int) -> float:
-    """Bytes that no layout over so many GPUs goes below: masters, gradients, the optimizer's states."""
-    each = MASTER + GRADIENT + MOMENTUM
-    return (each * share.total + (MOMENTS - MOMENTUM) * share.adamw) / gpus
+def floor(share: Share) -> float:
+    """Bytes of all GPUs together that no layout goes below: what stays, and the optimizer's step."""
+    alone = Layout(1, 1, 1, 1, "weights", True, 1)
+    return sum(_states(share, alone).values()) + sum(_step(share, alone).values())

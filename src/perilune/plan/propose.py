@@ -19,7 +19,7 @@ from perilune.plan.time import Time, step_seconds, time_of
 ROWS = (1, 2, 4, 8)
 MOST_STAGES = 16
 LEAST_TOKENS = 1024  # that a part of a sequence has, for its products to fill a GPU
-MOST_TRIES = 64  # of numbers of GPUs, to say how many are needed
+MOST_TRIES = 16  # of numbers of GPUs, to say how many are needed
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def judged(config: K3Config, counted: Sizes, work: Work, gpus: int, gpu: Gpu) ->
 
 
 def judge(config: K3Config, made: list[Stage], layout: Layout, work: Work, gpu: Gpu) -> Proposal:
-    needs = max((memory(config, stage, layout, work) for stage in made), key=lambda m: m.peak)
+    needs = _needs(config, made, layout, work)
     if needs.peak > FILLED * gpu.memory:
         return Proposal(layout, needs, None, math.inf)
     times = [time_of(config, stage, layout, work, gpu) for stage in made]
@@ -114,6 +114,11 @@ def layouts(config: K3Config, work: Work, gpus: int) -> Iterator[Layout]:
 def divisors(n: int) -> list[int]:
     small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
     return sorted({*small, *(n // d for d in small)})
+
+
+def _needs(config: K3Config, made: list[Stage], layout: Layout, work: Work) -> Memory:
+    """Of the stage that needs most."""
+    return max((memory(config, stage, layout, work) for stage in made), key=lambda m: m.peak)
 
 
 DEGREES = {
@@ -152,13 +157,29 @@ def _instead(best: Proposal, tried: list[Proposal], name: str, value: object) ->
 
 
 def _too_few(config: K3Config, counted: Sizes, work: Work, gpus: int, gpu: Gpu) -> str:
-    """The line that says how many would do: the next number of GPUs, of whole servers from one on, that fits."""
+    """The line that says below which number nothing can fit, and a number that does."""
     share = reduce(add, (counted.first, *counted.layers, counted.last))
-    least = max(gpus + 1, math.ceil(floor(share, 1) / (FILLED * gpu.memory)))
-    numbers = [n for n in range(1, SERVER) if n >= least]
-    first = -(-max(least, SERVER) // SERVER)
-    numbers += [SERVER * n for n in range(first, first + MOST_TRIES)]
-    for n in numbers:
-        if any(proposal.fits for proposal in judged(config, counted, work, n, gpu)):
-            return f"--gpus: expected at least {n} for stage {work.name}, got {gpus}; give {n} or more"
-    return f"--gpus: expected more than {numbers[-1]} for stage {work.name}, got {gpus}; give larger GPUs or many more"
+    least = math.ceil(floor(share) / (FILLED * gpu.memory))
+    room = FILLED * gpu.memory
+    for n in _numbers(max(least, gpus + 1)):
+        cut = {d: stages(config, counted, d) for d in divisors(n) if d <= min(MOST_STAGES, len(counted.layers))}
+        needs = [_needs(config, cut[x.pipeline], x, work) for x in layouts(config, work, n)]
+        smallest = min(needs, key=lambda m: m.peak)
+        if smallest.peak <= room:
+            return f"--gpus: expected at least {max(least, gpus + 1):,} for stage {work.name}, got {gpus:,}; {n:,} fit"
+    part, size = max({**smallest.states, **smallest.passes}.items(), key=lambda item: item[1])
+    return (
+        f"--gpus: expected far more than {n:,} for stage {work.name}, got {gpus:,}: even there {part} take "
+        f"{size / 1e9:,.0f} GB a GPU; shorten the context"
+    )
+
+
+def _numbers(least: int) -> Iterator[int]:
+    """Some to try from there on: every one in a server, then whole servers, in steps of a tenth or so."""
+    yield from range(least, SERVER)
+    servers = -(-max(least, SERVER) // SERVER)
+    for _ in range(MOST_TRIES):
+        step = 1 << max(0, (servers // 10).bit_length() - 1)  # numbers with many divisors
+        servers = -(-servers // step) * step
+        yield SERVER * servers
+        servers += step
