@@ -15,7 +15,7 @@ from perilune import recipes
 from perilune.core.errors import ConfigError
 from perilune.models.k3 import K3Model, presets
 from perilune.nn.norm import GatedHeadNorm, RMSNorm
-from perilune.ops import situ_glu
+from perilune.ops import short_conv, situ_glu
 from perilune.optim import PerHeadMuon
 from perilune.plan.gpus import GPUS, gpu_called
 from perilune.plan.layout import Layout, Work, stages
@@ -24,7 +24,7 @@ from perilune.plan.propose import divisors, judged, layouts, plan
 from perilune.plan.rates import EXPERTS, FILLED, KDA_FORWARD, PRODUCTS
 from perilune.plan.sizes import orthogonalizing, sizes
 from perilune.plan.time import gather_rate, kda_seconds, mixers_seconds, point_to_point
-from perilune.plan.traffic import GATED_NORM, NORM, SITU
+from perilune.plan.traffic import BACKWARD, CONVOLUTION, GATED_NORM, NORM, SITU
 
 H200 = GPUS["h200"]
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -129,33 +129,46 @@ def test_attention_residuals_take_what_was_measured() -> None:
 
 
 class Moved(TorchDispatchMode):
-    """Bytes that each operation reads and writes; views move nothing."""
+    """Bytes that each operation reads and writes; views move nothing, and few rows are put in place."""
 
-    total = 0
+    still = ("aten::empty", "aten::_unsafe_view", "aten::detach", "aten::index_put")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        tensors = [x for x in tree_leaves((args, kwargs or {}, out)) if isinstance(x, torch.Tensor)]
-        if not (func.is_view or func._schema.name.startswith(("aten::empty", "aten::_unsafe_view", "aten::detach"))):
-            storages = [x.nbytes for x in tensors]
-            self.total += sum(storages)
+        if not (func.is_view or func._schema.name.startswith(self.still)):
+            self.total += sum(x.nbytes for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor))
         return out
 
 
-def moved_by(function, *args) -> int:
-    with torch.no_grad(), Moved() as moved:
-        function(*args)
-    return moved.total
+def moved_by(function, *inputs: torch.Tensor) -> tuple[float, float]:
+    """Forward, and backward over forward, a number of the first input."""
+    inputs = tuple(x.clone().requires_grad_() for x in inputs)
+    with Moved() as forward:
+        out = function(*inputs)
+    with Moved() as backward:
+        out.backward(torch.ones_like(out))
+    return forward.total / inputs[0].numel(), backward.total / forward.total
 
 
-def test_traffic_is_what_the_operations_move() -> None:
-    """In bfloat16, per element; the passes are counted in the code, and here."""
-    x = torch.randn(512, 64, dtype=torch.bfloat16, requires_grad=True)
-    assert moved_by(RMSNorm(64, 1e-5).bfloat16(), x) / x.numel() == pytest.approx(NORM, rel=0.15)
-    heads = x.view(512, 2, 32)
-    assert moved_by(GatedHeadNorm(32, 1e-5), heads, heads) / x.numel() == pytest.approx(GATED_NORM, rel=0.15)
-    wide = torch.randn(1024, 256, dtype=torch.bfloat16)
-    assert moved_by(situ_glu, wide, wide) / wide.numel() == pytest.approx(SITU, rel=0.15)
+@pytest.mark.parametrize(
+    ("function", "width", "inputs", "expected"),
+    [
+        (RMSNorm(64, 1e-5).bfloat16(), 64, 1, NORM),
+        (GatedHeadNorm(64, 1e-5), 64, 2, GATED_NORM),
+        (situ_glu, 256, 2, SITU),
+        (lambda x: short_conv(x, torch.ones(256, 1, 4), activation="silu")[0], 256, 1, CONVOLUTION),
+    ],
+    ids=["norm", "gated norm", "SiTU", "convolution"],
+)
+def test_traffic_is_what_the_operations_move(function, width: int, inputs: int, expected: float) -> None:
+    """In bfloat16, a number of the tensor worked on."""
+    forward, backward = moved_by(function, *torch.randn(inputs, 1, 2048, width, dtype=torch.bfloat16))
+    assert forward == pytest.approx(expected, rel=0.1)
+    assert backward == pytest.approx(BACKWARD, rel=0.12)
 
 
 def test_links() -> None:

@@ -21,7 +21,7 @@ VERBS = {  # verb: its one line of help; each is a module beside this one
     "ablate": "train a recipe and its variants over several seeds, side by side",
     "report": "one page that shows what a run's model learned",
     "compare": "one page that sets runs side by side, seeds averaged",
-    "plan": "count a preset's parameters, part by part",
+    "plan": "count a preset's parameters, part by part; or plan a run on so many GPUs",
     "bench": "time the operations against their baselines",
     "doctor": "what this machine has, which backends run on it, and why",
 }

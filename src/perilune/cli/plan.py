@@ -56,10 +56,12 @@ def show_plan(args: argparse.Namespace) -> None:
     from perilune.cli.plan_tables import as_values, show
     from perilune.plan.gpus import gpu_called
     from perilune.plan.propose import plan
+    from perilune.plan.sizes import sizes
 
     gpu = gpu_called(args.gpu)
     config, works = what_to_do(args)
-    plans = [plan(config, work, args.gpus, gpu) for work in works]
+    counted = sizes(config)
+    plans = [plan(config, work, args.gpus, gpu, counted) for work in works]
     if args.json:
         print(json.dumps(as_values(args.preset, args.gpu, gpu, config, plans), indent=1))
     else:

@@ -101,8 +101,8 @@ def _step(share: Share, layout: Layout) -> dict[str, float]:
     """As `PerHeadMuon` works: directions of all, then the blocks of one shape stacked, iterated and put back."""
     stacked = max(share.shapes.items(), key=lambda item: item[1], default=((1, 1), 0))
     (n, m), numbers = stacked
-    # The stack, X before and after a product; A, A A and their sum, each n / m of it
-    held = 4.0 * numbers / layout.shards * (3 + 3 * n / m)
+    # The stack, X before and after a product; A and b A + c A A, each n / m of it
+    held = 4.0 * numbers / layout.shards * (3 + 2 * n / m)
     return {
         "Muon's directions": 4.0 * (share.muon + share.experts) / layout.shards,
         "Newton-Schulz on the blocks of one shape": held,

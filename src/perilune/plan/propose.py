@@ -19,7 +19,7 @@ from perilune.plan.time import Time, step_seconds, time_of
 ROWS = (1, 2, 4, 8)
 MOST_STAGES = 16
 LEAST_TOKENS = 1024  # that a part of a sequence has, for its products to fill a GPU
-MOST_TRIES = 16  # of numbers of GPUs, to say how many are needed
+MOST_TRIES = 10  # of numbers of GPUs, to say how many are needed
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,12 @@ class Plan:
         return self.work.steps * self.proposal.seconds
 
 
-def plan(config: K3Config, work: Work, gpus: int, gpu: Gpu) -> Plan:
-    """The fastest layout over all those GPUs that fits; ConfigError, with how many are needed, where none does."""
-    counted = sizes(config)
+def plan(config: K3Config, work: Work, gpus: int, gpu: Gpu, counted: Sizes | None = None) -> Plan:
+    """The fastest layout over all those GPUs that fits; ConfigError, with how many are needed, where none does.
+
+    counted: `sizes(config)`, for who makes several plans.
+    """
+    counted = counted or sizes(config)
     tried = judged(config, counted, work, gpus, gpu)
     if not any(proposal.fits for proposal in tried):
         raise ConfigError(_too_few(config, counted, work, gpus, gpu))
@@ -163,7 +166,8 @@ def _too_few(config: K3Config, counted: Sizes, work: Work, gpus: int, gpu: Gpu) 
     room = FILLED * gpu.memory
     for n in _numbers(max(least, gpus + 1)):
         cut = {d: stages(config, counted, d) for d in divisors(n) if d <= min(MOST_STAGES, len(counted.layers))}
-        needs = [_needs(config, cut[x.pipeline], x, work) for x in layouts(config, work, n)]
+        small = [x for x in layouts(config, work, n) if x.recompute and x.rows == 1 and x.sharding == "weights"]
+        needs = [_needs(config, cut[x.pipeline], x, work) for x in small]
         smallest = min(needs, key=lambda m: m.peak)
         if smallest.peak <= room:
             return f"--gpus: expected at least {max(least, gpus + 1):,} for stage {work.name}, got {gpus:,}; {n:,} fit"

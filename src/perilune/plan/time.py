@@ -31,7 +31,7 @@ from perilune.plan.rates import (
     STREAM,
     UNMIX,
 )
-from perilune.plan.traffic import STATE, head_traffic, layer_traffic
+from perilune.plan.traffic import BACKWARD, STATE, head_traffic, layer_traffic
 
 BESIDE = ("KDA recurrence", "MLA attention", "routed experts", "attention residuals", "short convolutions")
 """Parts of `flops_per_token` that are no plain products."""
@@ -87,7 +87,7 @@ def _layer(config: K3Config, i: int, tokens: int, again: int, layout: Layout, wo
     plain = sum(number for name, number in flops.items() if name not in BESIDE)
     parts: dict[str, Any] = {
         "products": tokens * plain * (3 + again) / (PRODUCTS * gpu.peak),
-        "element by element": tokens * layer_traffic(config, i) * (3 + again) / (STREAM * gpu.bandwidth),
+        "element by element": tokens * layer_traffic(config, i) * (1 + BACKWARD + again) / (STREAM * gpu.bandwidth),
     }
     if config.attention(i) == "kda":
         linear = config.linear_attn_config

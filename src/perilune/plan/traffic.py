@@ -9,11 +9,13 @@ from perilune.ops.cross_entropy.chunked import LEAST_ROWS
 
 NORM = 6 + 8 + 4 + 8 + 6 + 4  # to float32, square, mean, scale, to bfloat16, weigh
 GATED_NORM = 6 + 8 + 4 + 8 + 8 + 6 + 8 + 12 + 6  # the same, the gate to float32, sigmoid, product, to bfloat16
-CONVOLUTION = 6 + 4 * 12 + 8 + 6  # to float32, four taps added, SiLU, to bfloat16
+CONVOLUTION = 6 + 8 + 8 + 3 * 12 + 8 + 6  # to float32, padded, a tap, three added, SiLU, to bfloat16
 SITU = 12 + 8 + 8 + 8 + 8 + 12 + 8 + 8 + 8 + 10  # two casts; quotient, tanh, factor of either; sigmoid, two products
 GATED_ATTENTION = 6 + 6 + 8 + 12 + 6  # o and the gate to float32, sigmoid, product, to bfloat16
 ADD = 6  # of two bfloat16 tensors
 COPY = 4
+BACKWARD = 2.5
+"""Times what the forward pass moves: norms, SiTU and convolutions move 2.3 to 2.7 times that."""
 LOGITS = 2 + 6 + 12 + 8 + 8 + 6 + 4  # written, to float32, logsumexp, minus it, exp, to bfloat16, read by two products
 STATE = {"muon": 8 + 12 + 12 + 8 + 8 + 8 + 12, "adamw": 28}  # of the optimizer's step, without the iteration
 
