@@ -5,7 +5,7 @@ of an activation's number: 2 for bfloat16, 4 for float32.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from perilune.models.k3 import K3Config
 from perilune.models.k3.flops import KDA_CHUNK, mixer_sources
@@ -79,9 +79,9 @@ def _kept_by_moe(config: K3Config, b: int) -> float:
     return kept + 3 * b * F * config.num_shared_experts
 
 
-def kept_by_stream(config: K3Config, b: int) -> float:
-    """What mixers read: every live sum, finished blocks among them, and two numbers a source.  0 without mixers."""
-    return sum(b * config.hidden_size + 8 * sources for sources in mixer_sources(config))
+def kept_by_mixers(config: K3Config, sources: Sequence[int], b: int) -> float:
+    """Of mixers that read so many sources each: every live sum, finished blocks among them; two numbers a source."""
+    return float(b * config.hidden_size * len(sources) + 8 * sum(sources))
 
 
 def kept_layers(config: K3Config, layers: Alike, b: int, *, recompute: bool, fused: bool = True) -> float:
@@ -100,7 +100,7 @@ def kept_in_all(config: K3Config, tokens: int, b: int, *, recompute: bool, fused
     """Bytes that the graph of one forward pass over `tokens` keeps, without layers that predict further."""
     layers = alike(config, range(config.num_hidden_layers))
     each = kept_layers(config, layers, b, recompute=recompute, fused=fused)
-    each += kept_by_stream(config, b) + kept_by_head(config, b) + 8  # the ids
+    each += kept_by_mixers(config, mixer_sources(config), b) + kept_by_head(config, b) + 8  # the ids
     return tokens * each + b * config.vocab_size * config.hidden_size  # the gradient of the head's weight
 
 

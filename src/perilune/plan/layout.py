@@ -7,6 +7,7 @@ from operator import add
 from typing import Literal
 
 from perilune.models.k3 import K3Config
+from perilune.models.k3.flops import mixer_sources
 from perilune.plan.activations import Alike, alike
 from perilune.plan.sizes import Share, Sizes
 
@@ -80,6 +81,10 @@ class Stage:
 
     layers: range
     sorts: Alike
+    mixers: tuple[int, ...]
+    """How many sources each of its attention-residual mixers reads; none without."""
+    handed: int
+    """Tensors that go to the next stage: the live sum and, with mixers, every finished block."""
     share: Share
     largest: Share
     """Of its layers, the one with most parameters."""
@@ -90,7 +95,7 @@ class Stage:
 
 def stages(config: K3Config, sizes: Sizes, number: int) -> list[Stage]:
     """The layers in as many equal runs, longer ones first; the embedding before the first, the head in the last."""
-    L = len(sizes.layers)
+    L, every = len(sizes.layers), mixer_sources(config)
     lengths = [L // number + (s < L % number) for s in range(number)]
     made = []
     for s, (a, b) in enumerate(pairwise([0, *accumulate(lengths)])):
@@ -98,5 +103,7 @@ def stages(config: K3Config, sizes: Sizes, number: int) -> list[Stage]:
         held += [sizes.first] * (s == 0) + [sizes.last] * (s == number - 1)
         largest = max(sizes.layers[a:b], key=lambda share: share.total)
         sorts = alike(config, range(a, b))
-        made.append(Stage(range(a, b), sorts, reduce(add, held), largest, s == number - 1, number - s))
+        mixers = tuple(every[2 * a : 2 * b + (s == number - 1)])
+        handed = every[2 * b] if every else 1
+        made.append(Stage(range(a, b), sorts, mixers, handed, reduce(add, held), largest, s == number - 1, number - s))
     return made

@@ -11,7 +11,7 @@ from perilune.plan.activations import (
     backward_workspace,
     head_workspace,
     kept_by_head,
-    kept_by_stream,
+    kept_by_mixers,
     kept_layers,
     keys_and_values,
     largest_sublayer,
@@ -90,11 +90,8 @@ def _passes(config: K3Config, stage: Stage, layout: Layout, work: Work) -> dict[
 
 def _stream(config: K3Config, stage: Stage, b: int) -> float:
     """Bytes a token: what the mixers of these layers read, and a gradient's sum for every finished block."""
-    if config.residual_period is None:
-        return 0.0
-    kept = kept_by_stream(config, b) * len(stage.layers) / config.num_hidden_layers
-    blocks = 1 + 2 * stage.layers.stop // config.residual_period
-    return kept + b * config.hidden_size * blocks
+    blocks = max(stage.mixers, default=1) - 1
+    return kept_by_mixers(config, stage.mixers, b) + b * config.hidden_size * blocks
 
 
 def _step(share: Share, layout: Layout) -> dict[str, float]:

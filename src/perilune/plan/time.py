@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from perilune.models.k3 import K3Config
-from perilune.models.k3.flops import end_parts, layer_parts, mixer_sources
+from perilune.models.k3.flops import end_parts, layer_parts
 from perilune.plan.gpus import SERVER, Gpu
 from perilune.plan.layout import Layout, Stage, Work
 from perilune.plan.memory import GRADIENT, HALF
@@ -111,11 +111,7 @@ def kda_seconds(tokens: int, heads: int, width: int, gpu: Gpu, *, recompute: boo
 
 def mixers_seconds(config: K3Config, stage: Stage, tokens: int, gpu: Gpu) -> float:
     """Attention residuals: N sources in and the mixture out; back, sources, its gradient, N sums read and written."""
-    every = mixer_sources(config)
-    if not every:
-        return 0.0
-    own = [every[2 * i + half] for i in stage.layers for half in (0, 1)] + every[-1:] * stage.last
-    tensors = sum((n + 1) / MIX + (3 * n + 1) / UNMIX for n in own)
+    tensors = sum((n + 1) / MIX + (3 * n + 1) / UNMIX for n in stage.mixers)
     return tokens * HALF * config.hidden_size * tensors / (STREAM * gpu.bandwidth)
 
 
@@ -190,7 +186,5 @@ def _hand_over(config: K3Config, stage: Stage, tokens: int, layout: Layout, gpu:
     """The live sum and every finished block to the next stage, their gradients back (stages cache none)."""
     if layout.pipeline == 1:
         return 0.0
-    every = mixer_sources(config)
-    sources = every[2 * stage.layers.stop] if every else 1
     rate = gpu.link if layout.gpus <= SERVER else gpu.network
-    return 2.0 * HALF * tokens * config.hidden_size * sources / rate
+    return 2.0 * HALF * tokens * config.hidden_size * stage.handed / rate
