@@ -21,7 +21,7 @@ from perilune.bench.contest import table_of
 from perilune.bench.progress import Steps, Tell, quiet
 from perilune.bench.trace import GAPS, Spent, by_kind, read
 from perilune.data.packing import Batch, packed
-from perilune.models.k3.flops import TRAINING, token_flops
+from perilune.models.k3.flops import TRAINING, flops_per_token
 from perilune.ops.cross_entropy import IGNORED
 from perilune.train.config import Run, Stage
 from perilune.train.feed import Feed
@@ -145,10 +145,10 @@ class Training(Sheet):
         if wrong := fault(losses):
             return {"losses": losses, "wrong": wrong}
         kinds, wall = self._profiled(trainer, steps)
-        counted = token_flops(made.model, work.context)
+        counted = {part: TRAINING * n for part, n in flops_per_token(made.model, work.context, kda_chunk=0).items()}
         middle = median(seconds)
         low, _, high = quantiles(seconds, n=4)
-        flops = counted.training * work.tokens / middle
+        flops = sum(counted.values()) * work.tokens / middle
         limit = next((limit for card, limit in PEAKS.items() if on_gpu and card in torch.cuda.get_device_name()), None)
         return {
             "precision": made.precision,
@@ -158,8 +158,8 @@ class Training(Sheet):
             "slowest_s": max(seconds),
             "runs": len(seconds),
             "tokens_per_s": work.tokens / middle,
-            "flops_per_token": counted.training,
-            "flops_by_part": {part: TRAINING * value for part, value in asdict(counted).items()},
+            "flops_per_token": sum(counted.values()),
+            "flops_by_part": counted,
             "tflops": flops / 1e12,
             "utilisation": None if limit is None else flops / limit,
             "peak_bytes": peak,

@@ -11,6 +11,8 @@ from perilune.models.k3.config import K3Config
 
 KDA_CHUNK = 64  # rows of a chunk in the GPU kernels (`perilune.ops.kda.kernels.plan`)
 
+TRAINING = 3  # forwards: one, and a backward of two
+
 Part = tuple[str, float]
 
 
@@ -18,7 +20,7 @@ def flops_per_token(config: K3Config, context: int, *, kda_chunk: int = KDA_CHUN
     """Operations of one token's forward pass, by part; 2 for each multiply-add.
 
     context: tokens of a document; a token of it sees (context + 1) / 2 keys in the mean.
-    kda_chunk: rows that KDA takes at a time, whose products grow with it.
+    kda_chunk: rows that KDA takes at a time, whose products grow with it; 0: the recurrence alone, 6 K V a head.
 
     Counted are matrix products, the head's included, and what attention residuals and short convolutions do; not what
     norms, activations and the routing do element by element.  Raises ConfigError for an attention it does not know.
@@ -32,7 +34,7 @@ def flops_per_token(config: K3Config, context: int, *, kda_chunk: int = KDA_CHUN
 
 def training_flops_per_token(config: K3Config, context: int) -> float:
     """Forward and backward, nothing computed twice: three times the forward pass."""
-    return 3 * sum(flops_per_token(config, context).values())
+    return TRAINING * sum(flops_per_token(config, context).values())
 
 
 def layer_parts(config: K3Config, i: int, context: int, chunk: int = KDA_CHUNK) -> Iterator[Part]:
