@@ -39,7 +39,19 @@ def chunked(
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """KDA of whole sequences by chunks of `chunk` tokens, a power of two: the arguments and results of `recurrence`."""
-    return _Chunked.apply(q, k, v, g, beta, initial_state, scale, floor, lay_out(q, cu, chunk))
+    run = _run if q.shape[1] == 1 else _run_between_graphs
+    return run(q, k, v, g, beta, initial_state, scale, floor, cu, chunk)
+
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None,
+    scale: float, floor: float | None, cu: list[int] | None, chunk: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _Chunked.apply(q, k, v, g, beta, initial, scale, floor, lay_out(q, cu, chunk))
+
+
+# A compiler unrolls the steps of every length anew, for half a minute, and is left with the same products.
+_run_between_graphs = torch.compiler.disable(_run)
 
 
 class _Chunked(torch.autograd.Function):
@@ -124,7 +136,7 @@ def backward_part(
     part.fill(out[:, :, 0], do)
     dz, leaving = reverse_scan(c, out[:, :, 0], dstate)
 
-    out[:, :, 1].copy_(dz).neg_()
+    torch.neg(dz, out=out[:, :, 1])
     dpa = torch.bmm(out.flatten(1, 2), u.mT).view_as(c.pa)  # of P beside that of L, then of A
     dp = dpa[:, :, 0].diagonal(dim1=1, dim2=2)[..., None]
     dbeta = (dz * y).sum(-1, keepdim=True).add_((dpa[:, :, 1] * c.pa[:, :, 1]).sum(-1, keepdim=True))
