@@ -7,9 +7,8 @@ from pathlib import Path
 from rich.console import Console
 
 from experiments.balancing import __doc__ as what
-from perilune.cli.numbers import at_least
+from experiments.command import do_parts, parser_of
 from perilune.cli.train import device_name, find_device
-from perilune.core.errors import PeriluneError
 
 HOME = Path("runs/balancing")
 
@@ -18,24 +17,11 @@ def main(words: list[str] | None = None) -> int:
     from experiments.balancing.recipes import SCALES
 
     parts = ("map", *SCALES, "page")
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.balancing", description=what, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("parts", nargs="+", choices=parts, metavar="PART", help=", ".join(parts))
-    parser.add_argument("--out", type=Path, default=HOME, help=f"where runs go ({HOME})")
+    parser = parser_of("balancing", what, parts, HOME, jobs="as many as fit")
     parser.add_argument("--device", action="append", type=device_name, help="auto, cpu or cuda:N; several share (auto)")
-    parser.add_argument("--jobs", type=at_least(1), help="runs at a time (as many as fit)")
-    parser.add_argument("--seeds", type=at_least(1), help="how many of a scale's seeds (all)")
     parser.add_argument("--rules", help="which of a scale's rules, by commas (all)")
     parser.add_argument("--situations", help="which of a scale's situations, by commas (all)")
-    args = parser.parse_args(words)
-    try:
-        for part in args.parts:
-            do(part, args, Console())
-    except PeriluneError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    return do_parts(parser.parse_args(words), do)
 
 
 def do(part: str, args: argparse.Namespace, console: Console) -> None:

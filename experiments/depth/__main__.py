@@ -6,25 +6,17 @@ from pathlib import Path
 
 from rich.console import Console
 
+from experiments.command import do_parts, parser_of
 from experiments.depth import __doc__ as what
 from experiments.depth.recipes import SCALES, chosen_variants
-from perilune.cli.numbers import at_least
 from perilune.cli.train import device_name, find_device
-from perilune.core.errors import PeriluneError
 
 HOME = Path("runs/depth")
 
 
 def main(words: list[str] | None = None) -> int:
-    parts = (*SCALES, "page")
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.depth", description=what, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("parts", nargs="+", choices=parts, metavar="PART", help=", ".join(parts))
-    parser.add_argument("--out", type=Path, default=HOME, help=f"where runs go ({HOME})")
+    parser = parser_of("depth", what, (*SCALES, "page"), HOME, jobs="what the scale says")
     parser.add_argument("--device", type=device_name, default="auto", help="auto, cpu or cuda:N (auto)")
-    parser.add_argument("--jobs", type=at_least(1), help="runs at a time (what the scale says)")
-    parser.add_argument("--seeds", type=at_least(1), help="how many of a scale's seeds (all)")
     parser.add_argument("--variants", help="which forms of the residual, by commas (all)")
     parser.add_argument("--minutes", type=float, help="ends in that time, keeping what is finished (none)")
     parser.add_argument(
@@ -32,14 +24,7 @@ def main(words: list[str] | None = None) -> int:
         help="how mixers compute; chunked is plain torch (auto)",
     )  # fmt: skip
     parser.add_argument("--eager", action="store_true", help="on a GPU: launch every kernel anew, record no graphs")
-    args = parser.parse_args(words)
-    try:
-        for part in args.parts:
-            do(part, args, Console())
-    except PeriluneError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    return do_parts(parser.parse_args(words), do)
 
 
 def do(part: str, args: argparse.Namespace, console: Console) -> None:

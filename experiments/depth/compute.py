@@ -5,7 +5,6 @@ backward being twice that in every part.  Norms, activations and convolutions ar
 """
 
 import json
-import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -14,6 +13,7 @@ import torch
 from experiments.depth.recipes import Stack, Variant
 from perilune.core.errors import ConfigError
 from perilune.models.k3 import K3Config, K3Model
+from perilune.models.k3.flops import mixer_sources
 
 CLOSE = 0.01
 """Share by which a variant's compute may differ from the plain residual's."""
@@ -33,15 +33,6 @@ class Compute:
         return self.matrices + self.attention + self.mixers + self.bypass
 
 
-def sources(config: K3Config) -> list[int]:
-    """How many sources each mixer reads, the output's last; empty for the plain residual.
-
-    A block of P sublayers is finished after the read at which it ends, the embedding after the first.
-    """
-    period, reads = config.residual_period, 2 * config.num_hidden_layers + 1
-    return [] if period is None else [1 + math.ceil(read / period) for read in range(reads)]
-
-
 def compute(config: K3Config, context: int, bypasses: int = 0, rank: int = 0) -> Compute:
     """2 a weight, a query's products with the (T + 1) / 2 keys it sees on average, 7 K V a head of KDA, and 6 D a
     source: its norm, its score and its share of the mixture."""
@@ -51,7 +42,7 @@ def compute(config: K3Config, context: int, bypasses: int = 0, rank: int = 0) ->
     return Compute(
         matrices=2 * weights(config),
         attention=sum(of_kind[config.attention(i)] for i in range(config.num_hidden_layers)),
-        mixers=6 * D * sum(sources(config)),
+        mixers=6 * D * sum(mixer_sources(config)),
         bypass=bypasses * 4 * D * rank,
     )
 

@@ -17,11 +17,12 @@ from experiments import publish
 from experiments.depth import charts, evidence, measures, page, recipes, runs, texts, timing, train
 from experiments.depth.__main__ import main
 from experiments.depth.bypass import add_bypasses
-from experiments.depth.compute import compute, fitted, sources, spent
+from experiments.depth.compute import compute, fitted, spent
 from experiments.depth.graph import Graph
 from experiments.panels import log_axis
 from perilune.core.errors import BackendError, ConfigError, DataError
 from perilune.models.k3 import K3Model
+from perilune.models.k3.flops import mixer_sources
 from perilune.nn import DepthStream
 
 TINY = recipes.SCALES["tiny"]
@@ -88,7 +89,7 @@ def test_sources_are_those_that_the_stream_gives(block):
         counts.append(len(stream.bank) + 1)
         stream.read(None)
         stream.add(torch.zeros(1))
-    assert sources(config) == [*counts, len(stream.bank) + 1]
+    assert mixer_sources(config) == [*counts, len(stream.bank) + 1]
 
 
 def test_matrices_and_attention_are_what_torch_counts():
@@ -268,7 +269,7 @@ def test_figures_by_depth_are_of_the_pass_itself(rows, name):
     attention = measures.layers_of(net)[1].self_attn
     norm = math.sqrt(sum(float(p.grad.square().sum()) for p in attention.parameters()))
     assert found["gradient"][2] == pytest.approx(norm, rel=1e-3)
-    assert [len(row) for row in found["attention"]] == sources(net.model.config)
+    assert [len(row) for row in found["attention"]] == mixer_sources(net.model.config)
     for row in found["attention"]:
         assert sum(row) == pytest.approx(1, abs=2e-3)
     a, b = adds[0] + adds[1], adds[2] + adds[3]
