@@ -93,10 +93,11 @@ def test_a_step_on_a_gpu_waits_once(precision):
     """By the driver's own account: what waits by accident raises; the one wait that is meant is for an event."""
     from perilune.models.k3 import presets
 
-    small = presets.small().replace(num_hidden_layers=4, attn_res_block_size=1, vocab_size=512)
+    small = presets.small()
     linear = small.linear_attn_config.replace(kda_layers=(1, 2, 3), full_attn_layers=(4,))
+    model = small.replace(num_hidden_layers=4, linear_attn_config=linear, attn_res_block_size=1, vocab_size=512)
     stage = STAGE.replace(context=256, batch_tokens=1024, tokens=10_240, mix={"text": 1.0})
-    made = run(stages=(stage,), precision=precision).replace(model=small.replace(linear_attn_config=linear))
+    made = run(stages=(stage,), precision=precision).replace(model=model)
     if precision == "float32":  # the kernels of the experts multiply bfloat16; torch's products look at counts
         made = made.replace(model=made.model.replace(num_experts=0))
     trainer = tiny(made, device="cuda")
