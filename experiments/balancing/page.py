@@ -143,7 +143,8 @@ def tuning_table(evidence: dict[str, Any], name: str) -> str:
                 rows.append(
                     [situation, rule, value, f"{figures['gini']:.3f}", f"{figures['bits_per_byte']:.3f}", taken]
                 )
-    return markdown(["situation", "rule", "candidate", "Gini, late steps", "bits per byte", ""], rows)
+    head = ["situation", "rule", "candidate", "Gini, late steps", "bits per byte", ""]
+    return markdown(head, rows) if rows else NOT_YET
 
 
 def time_table(evidence: dict[str, Any], name: str) -> str:
