@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from perilune.core.errors import ShapeError
 from perilune.ops import linear_cross_entropy
@@ -81,6 +82,16 @@ def test_under_autocast_it_casts_as_a_linear_layer_does() -> None:
     loss.backward()
     assert h.grad is not None
     assert h.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("backend", ["chunked", "reference"])
+def test_no_gradient_is_made_where_none_can_be_asked_for(backend: str) -> None:
+    h, weight, targets = inputs(40, 6, 30, torch.float32)
+    expected = linear_cross_entropy(h, weight, targets, backend=backend)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        loss = linear_cross_entropy(h, weight, targets, backend=backend)
+    assert torch.equal(loss, expected)
+    assert counter.get_total_flops() == 2 * 40 * 6 * 30
 
 
 def test_nothing_as_large_as_the_logits_is_kept() -> None:

@@ -141,6 +141,14 @@ def _quantile_bias(device: "torch.device") -> tuple[tuple[Any, ...], dict[str, A
     return args[1:4], {"mask": None, "bins": 1000, "groups": None}
 
 
+def _linear_cross_entropy(device: "torch.device") -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A token and two words, in bf16."""
+    import torch
+
+    weight = torch.zeros(2, 128, dtype=torch.bfloat16, device=device)
+    return (weight[:1], weight, torch.zeros(1, dtype=torch.long, device=device), -100), {}
+
+
 USUAL: "dict[str, Callable[[torch.device], tuple[tuple[Any, ...], dict[str, Any]]]]" = {
     "attn_res": _attn_res,
     "attn_res_bank": _attn_res_bank,
@@ -148,6 +156,7 @@ USUAL: "dict[str, Callable[[torch.device], tuple[tuple[Any, ...], dict[str, Any]
     "grouped_experts": _grouped_experts,
     "kda": _kda,
     "kda_decode": _kda_decode,
+    "linear_cross_entropy": _linear_cross_entropy,
     "score_histogram": _score_histogram,
     "quantile_bias": _quantile_bias,
 }

@@ -6,11 +6,12 @@ from torch import Tensor
 from perilune.core.backends import Backends
 from perilune.core.errors import ShapeError
 from perilune.ops.autocast import autocast_dtype, without_autocast
-from perilune.ops.cross_entropy import chunked, reference
+from perilune.ops.cross_entropy import chunked, fused, reference
 
 IGNORED = -100  # a target that is not predicted
 
-BACKENDS = Backends("linear_cross_entropy")
+BACKENDS = Backends("linear_cross_entropy")  # best first
+BACKENDS.register("triton", fused.linear_cross_entropy, fused.refuses)
 BACKENDS.register("chunked", chunked.linear_cross_entropy)
 BACKENDS.register("reference", reference.linear_cross_entropy)
 
@@ -23,7 +24,9 @@ def linear_cross_entropy(h: Tensor, weight: Tensor, targets: Tensor, *, backend:
     h: `[M, D]`; weight: `[V, D]` of h's dtype; targets: `[M]` int64 in 0..V-1, or -100 for a row without a loss.
     Returns a scalar in float32 (float64 for float64); divide by the number of targets for the mean.  Under autocast h
     and weight are cast as a linear layer would.  Gradients are first order only.
-    Raises ShapeError where the tensors do not fit.
+
+    backend: "auto", "triton" (on a GPU, at most float32), "chunked" or "reference".
+    Raises ShapeError where the tensors do not fit, BackendError for a backend that cannot serve the call.
     """
     if h.dim() != 2 or weight.dim() != 2 or h.shape[1] != weight.shape[1]:
         raise ShapeError(

@@ -22,15 +22,15 @@ GATHERED = ("cpu",)  # devices on which rows without a target are left out
 
 def linear_cross_entropy(h: Tensor, weight: Tensor, targets: Tensor, ignored: int) -> Tensor:
     """See the public function."""
-    return _LinearCrossEntropy.apply(h, weight, targets, ignored)
+    return _LinearCrossEntropy.apply(h, weight, targets, ignored, torch.is_grad_enabled())
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, h: Tensor, weight: Tensor, targets: Tensor, ignored: int) -> Tensor:
+    def forward(ctx: Any, h: Tensor, weight: Tensor, targets: Tensor, ignored: int, learning: bool) -> Tensor:
         wide = torch.promote_types(h.dtype, torch.float32)
-        dh = torch.zeros_like(h) if ctx.needs_input_grad[0] else None
-        dw = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
+        dh = torch.zeros_like(h) if learning and ctx.needs_input_grad[0] else None
+        dw = torch.zeros_like(weight, dtype=wide) if learning and ctx.needs_input_grad[1] else None
         total = h.new_zeros((), dtype=wide)
         elements = CPU_BLOCK if h.device.type == "cpu" else DEVICE_BLOCK
         size = max(LEAST_ROWS, elements // len(weight))
@@ -60,4 +60,4 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         dh, dw = ctx.saved_tensors
-        return *(None if g is None else g * grad.to(g.dtype) for g in (dh, dw)), None, None
+        return *(None if g is None else g * grad.to(g.dtype) for g in (dh, dw)), None, None, None

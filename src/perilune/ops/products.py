@@ -1,0 +1,18 @@
+"""Products of 16-bit matrices whose sums stay in float32."""
+
+import torch
+from torch import Tensor
+
+
+def wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """a b in float32, of matrices [M, K] and [K, N] of one dtype, in which they are multiplied."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()  # products of 16-bit numbers are exact in float32
+
+
+def add_product_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """total [M, N] float32 plus a b, in place."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    return total.addmm_(a.float(), b.float())
