@@ -20,6 +20,7 @@ MODULES = (
     "grouped_experts.api",
     "quantile_bias.api",
     "cross_entropy.api",
+    "wide_linear.api",
 )
 """Below `perilune.ops`, each with the backends of one operation."""
 
@@ -149,6 +150,13 @@ def _linear_cross_entropy(device: "torch.device") -> tuple[tuple[Any, ...], dict
     return (weight[:1], weight, torch.zeros(1, dtype=torch.long, device=device), -100), {}
 
 
+def _wide_linear(device: "torch.device") -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The scores of two experts for a few hundred tokens in bf16, by float32 weights."""
+    import torch
+
+    return (torch.zeros(512, 128, dtype=torch.bfloat16, device=device), torch.zeros(2, 128, device=device)), {}
+
+
 USUAL: "dict[str, Callable[[torch.device], tuple[tuple[Any, ...], dict[str, Any]]]]" = {
     "attn_res": _attn_res,
     "attn_res_bank": _attn_res_bank,
@@ -159,5 +167,6 @@ USUAL: "dict[str, Callable[[torch.device], tuple[tuple[Any, ...], dict[str, Any]
     "linear_cross_entropy": _linear_cross_entropy,
     "score_histogram": _score_histogram,
     "quantile_bias": _quantile_bias,
+    "wide_linear": _wide_linear,
 }
 """Arguments of a usual call, of operations whose choice depends on them."""

@@ -9,10 +9,8 @@ from perilune.core.errors import ConfigError
 from perilune.nn.balancer import Balancer, QuantileBalancer
 from perilune.nn.glu import GLU, Activation
 from perilune.nn.norm import RMSNorm
-from perilune.nn.precision import at_least_float32
 from perilune.nn.routing import route
-from perilune.ops import grouped_experts
-from perilune.ops.autocast import without_autocast
+from perilune.ops import grouped_experts, wide_linear
 from perilune.ops.quantile_bias import Groups
 
 
@@ -29,8 +27,7 @@ class Router(nn.Module):
         nn.init.uniform_(self.weight, -bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
-        with without_autocast(x):
-            return torch.sigmoid(at_least_float32(x) @ at_least_float32(self.weight).T)
+        return torch.sigmoid(wide_linear(x, self.weight))
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[1]} -> {self.weight.shape[0]}"

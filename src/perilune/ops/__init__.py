@@ -17,6 +17,7 @@ from perilune.ops.kda import (
 from perilune.ops.quantile_bias import quantile_bias
 from perilune.ops.short_conv import short_conv, short_conv_context_parallel
 from perilune.ops.situ_glu import situ_glu, swiglu
+from perilune.ops.wide_linear import wide_linear
 
 __all__ = [
     "BoundedGate",
@@ -40,4 +41,5 @@ __all__ = [
     "short_conv_context_parallel",
     "situ_glu",
     "swiglu",
+    "wide_linear",
 ]

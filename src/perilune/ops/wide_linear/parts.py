@@ -1,0 +1,89 @@
+"""Float32 products on tensor cores, which multiply bfloat16: a number of 24 bits is the sum of three of 8.
+
+With W = W1 + W2 + W3, each the rest before it rounded to bfloat16, x W^T is the sum of three products whose terms are
+exact and whose sums are float32.  Tensor cores of an H200 make them sixteen times as fast as its float32 units.
+
+    y  = x W3^T + x W2^T + x W1^T                 smallest first
+    dW = dy3^T x + dy2^T x + dy1^T x              dy in parts as well; one product, the parts side by side
+    dx = dy2 W1 + dy1 W1 + dy1 W2                 one product; what is left out is 2^-16 of a term: dx is bfloat16
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perilune.ops.blocks import as_rows
+from perilune.ops.first_order import first_order
+from perilune.ops.products import add_product_, wide_product
+
+FEW = 256  # rows
+
+
+@torch.compiler.disable  # it cannot see through products of another dtype than their operands
+def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """See the public function; on every device."""
+    return _WideLinear.apply(x, weight)
+
+
+def refuses(x: Tensor, weight: Tensor) -> str | None:
+    """Why parts cannot serve a call, or save nothing; or None."""
+    if x.dtype != torch.bfloat16 or weight.dtype not in (torch.float32, torch.bfloat16):
+        return f"its parts are bfloat16, of float32 at most, and x and weight are {x.dtype} and {weight.dtype}"
+    if not x.is_cuda or weight.device != x.device:
+        return f"it is for tensor cores, and x and weight are on {x.device} and {weight.device}"
+    if torch.version.hip is None and torch.cuda.get_device_capability(x.device)[0] < 8:
+        return "this GPU's tensor cores know no bfloat16"
+    if len(as_rows(x)) < FEW:
+        return f"of fewer than {FEW} rows a float32 product takes no longer"
+    return None
+
+
+def split(x: Tensor, parts: Tensor) -> None:
+    """Writes x [M, N] float32 to parts [3, M, N] bfloat16 whose sum it is, the smallest first.
+
+    To the last bit above 2^-110; below, parts would be smaller than any number.
+    """
+    third, second, first = parts
+    first.copy_(x)
+    rest = x - first
+    second.copy_(rest)
+    rest -= second
+    third.copy_(rest)
+
+
+class _WideLinear(torch.autograd.Function):
+    """x [..., K] bfloat16, weight [N, K] float32 or bfloat16 -> [..., N] float32.  Keeps x and W's parts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        if weight.dtype == torch.float32:
+            parts = weight.new_empty(3, *weight.shape, dtype=torch.bfloat16)
+            split(weight, parts)
+        else:
+            parts = weight[None]
+        rows = as_rows(x)
+        y = wide_product(rows, parts[0].T)
+        for part in parts[1:]:
+            add_product_(y, rows, part.T)
+        ctx.save_for_backward(x, parts)
+        ctx.dtype = weight.dtype
+        return y.view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, parts = ctx.saved_tensors
+        rows, dy = as_rows(x), as_rows(dy)
+        (M, N), K = dy.shape, x.shape[-1]
+        sides = dy.new_empty(M, 4, N, dtype=torch.bfloat16)  # dy3, dy2, dy1, dy1
+        split(dy, sides[:, :3].transpose(0, 1))
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            first = parts[-1]
+            below = torch.cat([first, first, *parts[-2:-1]])
+            sides[:, 3] = sides[:, 2]
+            dx = (sides.view(M, 4 * N)[:, N : N + len(below)] @ below).view(x.shape)
+        if ctx.needs_input_grad[1]:
+            dw = wide_product(sides.view(M, 4 * N)[:, : 3 * N].T, rows).view(3, N, K).sum(0).to(ctx.dtype)
+        return dx, dw
