@@ -28,7 +28,7 @@ KERNELS: dict[str, tuple[str, ...]] = {  # kind: what the name of one of its ker
         "tiles_kernel", "place_kernel",
     ),
     "attention residuals": ("mix_kernel", "unmix_kernel", "score_kernel", "bank_kernel", "merge_kernel"),
-    "routing and balance": ("histogram_kernel",),
+    "routing and balance": ("histogram_kernel", "route_kernel", "route_grads_kernel"),
 }  # fmt: skip
 ATTENTION = ("flash", "fmha", "cudnn_generated_fort_native_sdpa", "scaled_dot_product", "sdpa", "mha_")
 PRODUCTS = ("gemm", "nvjet", "cutlass", "cublas", "splitk", "gemv", "matmul", "xmma", "dot_kernel")

@@ -21,6 +21,7 @@ MODULES = (
     "quantile_bias.api",
     "cross_entropy.api",
     "wide_linear.api",
+    "route.api",
 )
 """Below `perilune.ops`, each with the backends of one operation."""
 
@@ -157,6 +158,19 @@ def _wide_linear(device: "torch.device") -> tuple[tuple[Any, ...], dict[str, Any
     return (torch.zeros(512, 128, dtype=torch.bfloat16, device=device), torch.zeros(2, 128, device=device)), {}
 
 
+def _stable_topk(device: "torch.device") -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The better of two experts."""
+    import torch
+
+    return (torch.zeros(1, 2, device=device), 1), {}
+
+
+def _route(device: "torch.device") -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same, and its weight."""
+    (scores, k), _ = _stable_topk(device)
+    return (scores, scores[0], k, True, 1.0), {}
+
+
 USUAL: "dict[str, Callable[[torch.device], tuple[tuple[Any, ...], dict[str, Any]]]]" = {
     "attn_res": _attn_res,
     "attn_res_bank": _attn_res_bank,
@@ -167,6 +181,8 @@ USUAL: "dict[str, Callable[[torch.device], tuple[tuple[Any, ...], dict[str, Any]
     "linear_cross_entropy": _linear_cross_entropy,
     "score_histogram": _score_histogram,
     "quantile_bias": _quantile_bias,
+    "route": _route,
+    "stable_topk": _stable_topk,
     "wide_linear": _wide_linear,
 }
 """Arguments of a usual call, of operations whose choice depends on them."""

@@ -5,33 +5,10 @@ from torch import Tensor
 
 from perilune.core.errors import ShapeError
 from perilune.nn.precision import at_least_float32
+from perilune.ops.route import route as route_ungrouped
+from perilune.ops.route import stable_topk
 
-
-def stable_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest along the last axis, falling; among equals the lowest index first, on every device and every run.
-
-    `[..., E] -> values [..., k], ids [..., k]` (int64).  Values carry the gradient of `scores`; 16-bit scores are
-    compared as float32.  Raises ShapeError unless 1 <= k <= E.
-    """
-    E = scores.shape[-1]
-    if not 1 <= k <= E:
-        raise ShapeError(f"k: expected 1 to {E}, got {k}; choose among the scores there are")
-    keys = at_least_float32(scores.detach())
-    if keys.dtype == torch.float64:
-        ids = keys.sort(dim=-1, descending=True, stable=True).indices[..., :k]
-    else:
-        ids = _topk_by_value_then_index(keys, k)
-    return scores.gather(-1, ids), ids
-
-
-def _topk_by_value_then_index(keys: Tensor, k: int) -> Tensor:
-    """Packs (float32 pattern made sortable, index from the end) into one int64, so that no two keys are equal."""
-    E = keys.shape[-1]
-    bits = (keys + 0.0).view(torch.int32)  # adding 0 makes -0 and +0 equal
-    sortable = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # negative floats order backwards as integers
-    from_end = torch.arange(E - 1, -1, -1, device=keys.device)
-    packed = (sortable.long() << 32) + from_end
-    return E - 1 - (packed.topk(k, dim=-1).values & 0xFFFFFFFF)
+__all__ = ["route", "stable_topk"]
 
 
 def route(
@@ -55,12 +32,13 @@ def route(
 
     scores: `[..., E]`, float32 or better: in 16 bits near-equal experts tie.  bias: `[E]`, for selection only.
     Returns (ids `[..., top_k]` int64, by falling s + b, ties to the lowest index; weights `[..., top_k]`, float32 or
-    float64).  Gradients reach `scores` through the weights; bias gets none.  Raises ShapeError.
+    float64).  Gradients reach `scores` through the weights; bias gets none.  On a GPU, without groups, each pass is one
+    kernel (`perilune.ops.route`), and derivatives are first order only.  Raises ShapeError.
     """
     scores = at_least_float32(scores)
-    biased = scores.detach() + bias.detach()
-    if num_groups > 1:
-        biased = _only_best_groups(biased, top_k, num_groups, topk_group, best_of_group)
+    if num_groups == 1:
+        return route_ungrouped(scores, bias, top_k, renormalize=renormalize, scaling=scaling)
+    biased = _only_best_groups(scores.detach() + bias.detach(), top_k, num_groups, topk_group, best_of_group)
     ids = stable_topk(biased, top_k)[1]
     weights = scores.gather(-1, ids)
     if renormalize:
