@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from perilune.core.errors import ConfigError
 from perilune.models.k3 import K3Model, presets
-from perilune.optim import Blocks, PerHeadMuon, Role, Roles
+from perilune.optim import Blocks, PerHeadMuon, Role, Roles, muon
 from perilune.optim.newton_schulz import COEFFICIENTS
 
 
@@ -77,6 +77,24 @@ def update(weight, grad, blocks=None, **options):
     p.grad = grad.clone()
     PerHeadMuon([Role(p, "muon", blocks or Blocks())], lr=1.0, weight_decay=0.0, **options).step()
     return p.detach() - weight
+
+
+def test_few_at_a_time_get_the_same_updates(monkeypatch):
+    """Cut between parameters and inside them, down to a matrix at a time."""
+    shapes = {"experts": ((7, 5, 8), Blocks()), "heads": ((6 * 5, 8), Blocks(repeat=6)), "one": ((8, 5), Blocks())}
+    params = {name: param(*shape) for name, (shape, _) in shapes.items()}
+    for p in params.values():
+        p.grad = torch.randn_like(p)
+    found = []
+    for numbers in (2**27, 3 * 40, 4 * 40 + 1, 1):
+        monkeypatch.setattr(muon, "DEVICE_BATCH", numbers)
+        copies = {name: nn.Parameter(p.detach().clone()) for name, p in params.items()}
+        for name, p in copies.items():
+            p.grad = params[name].grad
+        PerHeadMuon({name: Role(p, "muon", shapes[name][1]) for name, p in copies.items()}, lr=0.1).step()
+        found.append(list(copies.values()))
+    for got in found[1:]:
+        torch.testing.assert_close(got, found[0], rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize(
@@ -156,14 +174,17 @@ def test_blocks_of_all_kinds_in_bfloat16_stay_close_to_the_plain_form(nesterov):
 
 
 class Counting(TorchDispatchMode):
-    """How often each operation that does something is called, and how many bytes go in and out of all of them."""
+    """How often each operation that does something is called, and how many bytes go in and out of all of them;
+    how many numbers the largest tensor has that is made."""
 
     def __init__(self):
         super().__init__()
-        self.calls, self.bytes = Counter(), 0
+        self.calls, self.bytes, self.largest = Counter(), 0, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.empty, torch.ops.aten.bmm, torch.ops.aten.baddbmm):
+            self.largest = max(self.largest, out.numel())
         if not func.is_view and not any(word in str(func) for word in ("empty", "unsafe_view", "alias", "profiler")):
             self.calls[func.overloadpacket] += 1
             tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
@@ -172,7 +193,8 @@ class Counting(TorchDispatchMode):
 
 
 def test_a_step_of_1b_takes_few_products_and_holds_nothing_twice():
-    """On the meta device: 8,817 matrices of 11 shapes go through 3 x 5 batched products a shape."""
+    """On the meta device: 8,817 matrices of 11 shapes go through 3 x 5 batched products a shape, or, where one shape's
+    hold more than DEVICE_BATCH numbers, for each so many."""
     with torch.device("meta"):
         model = K3Model(presets.get("1b"))
     roles = {name: role for name, role in model.parameter_roles().items() if role.kind == "muon"}
@@ -181,10 +203,12 @@ def test_a_step_of_1b_takes_few_products_and_holds_nothing_twice():
         role.param.grad = torch.empty_like(role.param)
     with Counting() as counting:
         optimizer.step()
-    aten, shapes = torch.ops.aten, 11
-    assert (counting.calls[aten.bmm], counting.calls[aten.baddbmm]) == (5 * shapes, 10 * shapes)
+    aten = torch.ops.aten
+    batches = 10 + 7  # the experts' 33 tensors five at a time; ten other shapes
+    assert (counting.calls[aten.bmm], counting.calls[aten.baddbmm]) == (5 * batches, 10 * batches)
+    assert counting.largest <= muon.DEVICE_BATCH
     pieces = sum(len(role.blocks.of(role.param)) for role in roles.values())
-    assert counting.calls.total() - 15 * shapes <= 2 * pieces + 12 * shapes
+    assert counting.calls.total() - 15 * batches <= 2 * (pieces + batches) + 12 * batches
     numbers = sum(role.param.numel() for role in roles.values())
     assert counting.bytes < 160 * numbers
 

@@ -1,7 +1,7 @@
 """Muon, block by block, with AdamW for everything that is not a matrix."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from perilune.core.errors import ConfigError
-from perilune.optim.newton_schulz import newton_schulz
+from perilune.optim.newton_schulz import DEVICE_BATCH, newton_schulz
 from perilune.optim.roles import Blocks, Role
 from perilune.optim.sharded import cuts_of_shard, is_sharded, local, on_owners_
 
@@ -157,18 +157,23 @@ class _Matrices(NamedTuple):
         """None taller than wide."""
         return self if self.weight.shape[-2] <= self.weight.shape[-1] else _Matrices(*(x.mT for x in self))
 
+    def split(self, numbers: int) -> "Iterator[_Matrices]":
+        """In parts of so many numbers at most, or of one index of the first axis."""
+        each = max(1, numbers // max(1, self.weight.shape[1:].numel()))
+        return (_Matrices(*parts) for parts in zip(*(x.split(each) for x in self)))
+
 
 def _move_(matrices: Iterable[_Matrices], lr: float, mu: float | None, steps: int, dtype: torch.dtype | None) -> None:
     """W <- W - lr 0.2 sqrt(max(n, m)) newton_schulz(G + mu M), or of M alone without `mu`.
 
-    Matrices of one shape, up to transposition, go through one batched iteration.  Directions are written where that
-    begins, in its own dtype, and its result is added to the weights from there: nothing as large as the parameters is
-    held beside it.
+    Matrices of one shape, up to transposition, go through batched iterations of DEVICE_BATCH numbers.  Directions are
+    written where one begins, in its own dtype, and its result is added to the weights from there: nothing as large as
+    the parameters is held.
     """
     alike: dict[Any, list[_Matrices]] = defaultdict(list)
     for one in map(_Matrices.lying, matrices):
         alike[one.weight.shape[-2:], one.weight.dtype, one.weight.device].append(one)
-    for (shape, own, device), some in alike.items():
+    for (shape, own, device), some in ((key, batch) for key, all_ in alike.items() for batch in _batches(all_)):
         counts = [one.weight.shape[:-2].numel() for one in some]
         stacked = torch.empty(sum(counts), *shape, dtype=dtype or own, device=device)
         for one, part in zip(some, stacked.split(counts)):
@@ -180,6 +185,19 @@ def _move_(matrices: Iterable[_Matrices], lr: float, mu: float | None, steps: in
         updates = newton_schulz(stacked, steps, dtype=dtype)
         for one, update in zip(some, updates.split(counts)):
             one.weight.add_(update.view(one.weight.shape), alpha=-lr * UPDATE_RMS * max(shape) ** 0.5)
+
+
+def _batches(alike: Iterable[_Matrices]) -> Iterator[list[_Matrices]]:
+    """Matrices of one shape, DEVICE_BATCH numbers at a time."""
+    batch: list[_Matrices] = []
+    room = DEVICE_BATCH
+    for part in (part for one in alike for part in one.split(DEVICE_BATCH)):
+        if batch and part.weight.numel() > room:
+            yield batch
+            batch, room = [], DEVICE_BATCH
+        batch.append(part)
+        room -= part.weight.numel()
+    yield batch
 
 
 def orthogonalize_(tensors: Iterable[tuple[Tensor, Blocks]], steps: int = 5, dtype: torch.dtype | None = None) -> None:
