@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from perilune.core.errors import BackendError, ShapeError
-from perilune.ops import blocks, situ_glu, swiglu
+from perilune.ops import blocks, sigmoid_glu, situ_glu, swiglu
 
 BACKENDS = ["reference", "chunked"]
-UNITS = [situ_glu, swiglu]
+UNITS = [situ_glu, swiglu, sigmoid_glu]
 
 
 def pair(*shape: int, dtype: torch.dtype = torch.float64, scale: float = 3.0) -> list[Tensor]:
@@ -46,6 +46,13 @@ def test_table_of_values(backend: str, g: float, u: float, situ: float, swi: flo
     assert swiglu(gate, up, backend=backend).item() == pytest.approx(swi, rel=2e-4, abs=0)
     one = math.tanh(g / 4) * 4 / (1 + math.exp(-g)) * math.tanh(u / 25) * 25
     assert situ_glu(gate, up, backend=backend).item() == pytest.approx(one, rel=1e-14, abs=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_plain_gate_is_a_sigmoid(backend: str) -> None:
+    gate, up = torch.tensor([[0.0, 1.0, -1000.0], [3.0, 3.0, 3.0]], dtype=torch.float64)
+    expected = [1.5, 3 / (1 + math.exp(-1)), 0.0]
+    assert sigmoid_glu(gate, up, backend=backend).tolist() == pytest.approx(expected, rel=1e-14, abs=0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -16,6 +16,7 @@ MODULES = (
     "short_conv.api",
     "attn_res.api",
     "attn_res.two_phase",
+    "rms_norm.api",
     "situ_glu.api",
     "grouped_experts.api",
     "quantile_bias.api",
@@ -130,6 +131,29 @@ def _grouped_experts(device: "torch.device") -> tuple[tuple[Any, ...], dict[str,
     return (w[0, :1], w, w, w, ids, ids.float()), {}
 
 
+def _situ_glu(device: "torch.device") -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args, _ = _swiglu(device)
+    return (*args, 4.0, 25.0), {}
+
+
+def _swiglu(device: "torch.device") -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A few tokens in bf16."""
+    import torch
+
+    x = torch.zeros(4, 128, dtype=torch.bfloat16, device=device)
+    return (x, x), {}
+
+
+def _rms_norm(device: "torch.device") -> tuple[tuple[Any, ...], dict[str, Any]]:
+    (x, _), _ = _swiglu(device)
+    return (x, x[0], 1e-5, x.dtype), {}
+
+
+def _gated_rms_norm(device: "torch.device") -> tuple[tuple[Any, ...], dict[str, Any]]:
+    (x, _), _ = _swiglu(device)
+    return (x, x[0], x, 1e-5), {}
+
+
 def _score_histogram(device: "torch.device") -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Scores of two experts."""
     import torch
@@ -175,11 +199,16 @@ USUAL: "dict[str, Callable[[torch.device], tuple[tuple[Any, ...], dict[str, Any]
     "attn_res": _attn_res,
     "attn_res_bank": _attn_res_bank,
     "attn_res_merge": _attn_res_merge,
+    "gated_rms_norm": _gated_rms_norm,
     "grouped_experts": _grouped_experts,
     "kda": _kda,
     "kda_decode": _kda_decode,
     "linear_cross_entropy": _linear_cross_entropy,
+    "rms_norm": _rms_norm,
     "score_histogram": _score_histogram,
+    "sigmoid_glu": _swiglu,
+    "situ_glu": _situ_glu,
+    "swiglu": _swiglu,
     "quantile_bias": _quantile_bias,
     "route": _route,
     "stable_topk": _stable_topk,

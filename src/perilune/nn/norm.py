@@ -3,17 +3,15 @@
 import torch
 from torch import Tensor, nn
 
-from perilune.nn.precision import Float32Parameters, at_least_float32
-
-
-def rms_normalize(x: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) over the last axis, in at least float32, which is also the result's dtype."""
-    x = at_least_float32(x)
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+from perilune.nn.precision import Float32Parameters
+from perilune.ops import gated_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
-    """y = w * x / sqrt(mean(x^2) + eps): statistics in float32, cast back, then scaled.  `[..., D]` to `[..., D]`."""
+    """y = w * x / sqrt(mean(x^2) + eps): statistics in float32, cast back, then scaled.  `[..., D]` to `[..., D]`.
+
+    In x's dtype, or in `dtype` where the caller would cast to it anyway.
+    """
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -24,8 +22,8 @@ class RMSNorm(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_normalize(x, self.eps).to(x.dtype) * self.weight.to(x.dtype)
+    def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return rms_norm(x, self.weight, self.eps, dtype=dtype)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
@@ -49,4 +47,4 @@ class GatedHeadNorm(Float32Parameters):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        return (rms_normalize(x, self.eps) * self.weight * at_least_float32(gate).sigmoid()).to(gate.dtype)
+        return gated_rms_norm(x, self.weight, gate, self.eps)

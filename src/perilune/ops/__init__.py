@@ -15,8 +15,9 @@ from perilune.ops.kda import (
     kda_step,
 )
 from perilune.ops.quantile_bias import quantile_bias
+from perilune.ops.rms_norm import gated_rms_norm, rms_norm
 from perilune.ops.short_conv import short_conv, short_conv_context_parallel
-from perilune.ops.situ_glu import situ_glu, swiglu
+from perilune.ops.situ_glu import sigmoid_glu, situ_glu, swiglu
 from perilune.ops.wide_linear import wide_linear
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "attn_res_advance",
     "attn_res_bank",
     "attn_res_merge",
+    "gated_rms_norm",
     "grouped_experts",
     "kda",
     "kda_accept",
@@ -36,9 +38,11 @@ __all__ = [
     "kda_step",
     "linear_cross_entropy",
     "quantile_bias",
+    "rms_norm",
     "share_gradient",
     "short_conv",
     "short_conv_context_parallel",
+    "sigmoid_glu",
     "situ_glu",
     "swiglu",
     "wide_linear",

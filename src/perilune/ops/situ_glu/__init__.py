@@ -1,5 +1,5 @@
-"""SiTU-GLU, the gated unit whose two branches are smoothly capped, and SwiGLU, its limit without caps."""
+"""SiTU-GLU, the gated unit whose two branches are smoothly capped; SwiGLU, its limit without caps; the plain GLU."""
 
-from perilune.ops.situ_glu.api import situ_glu, swiglu
+from perilune.ops.situ_glu.api import sigmoid_glu, situ_glu, swiglu
 
-__all__ = ["situ_glu", "swiglu"]
+__all__ = ["sigmoid_glu", "situ_glu", "swiglu"]

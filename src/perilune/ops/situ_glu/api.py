@@ -4,15 +4,22 @@ from torch import Tensor
 
 from perilune.core.backends import Backends
 from perilune.core.errors import ShapeError
-from perilune.ops.situ_glu import chunked, reference
+from perilune.ops.situ_glu import chunked, fused, reference
 
-SITU = Backends("situ_glu")
+SITU = Backends("situ_glu")  # best first
+SITU.register("triton", fused.situ_glu, fused.refuses)
 SITU.register("chunked", chunked.situ_glu)
 SITU.register("reference", reference.situ_glu)
 
 SWIGLU = Backends("swiglu")
+SWIGLU.register("triton", fused.swiglu, fused.refuses)
 SWIGLU.register("chunked", chunked.swiglu)
 SWIGLU.register("reference", reference.swiglu)
+
+SIGMOID = Backends("sigmoid_glu")
+SIGMOID.register("triton", fused.sigmoid_glu, fused.refuses)
+SIGMOID.register("chunked", chunked.sigmoid_glu)
+SIGMOID.register("reference", reference.sigmoid_glu)
 
 
 def situ_glu(
@@ -27,6 +34,7 @@ def situ_glu(
     gate, up: [...] of one shape and one floating dtype.  beta_gate, beta_up: the caps b1 and b2, positive.
     Returns [...] in that dtype, computed in float32 (float64 for float64) and rounded once, as its gradients are.
     The backward pass keeps `gate` and `up`, nothing else.
+    backend: "auto", "triton" (on a GPU), "chunked" or "reference".
     Raises ShapeError where the two tensors do not fit or a cap is not positive.
     """
     _check(gate, up)
@@ -45,6 +53,17 @@ def swiglu(gate: Tensor, up: Tensor, *, backend: str = "auto") -> Tensor:
     """
     _check(gate, up)
     return SWIGLU.pick(backend, gate, up)(gate, up)
+
+
+def sigmoid_glu(gate: Tensor, up: Tensor, *, backend: str = "auto") -> Tensor:
+    """The gated unit whose gate is nothing but a sigmoid: what closes an attention layer of Kimi K3.
+
+        f(g, u) = sigmoid(g) u                                                  (Dauphin et al., 2017)
+
+    Shapes, dtypes, precision and errors are those of `situ_glu`.
+    """
+    _check(gate, up)
+    return SIGMOID.pick(backend, gate, up)(gate, up)
 
 
 def _check(gate: Tensor, up: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""SiTU-GLU and SwiGLU in blocks of rows; the graph keeps the two inputs, and the derivatives are written out."""
+"""SiTU-GLU, SwiGLU and the plain GLU in blocks of rows; the graph keeps two inputs, derivatives are written out."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +21,12 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     if only_few(gate):
         return reference.swiglu(gate, up)
     return SwiGLU.apply(gate, up)
+
+
+def sigmoid_glu(gate: Tensor, up: Tensor) -> Tensor:
+    if only_few(gate):
+        return reference.sigmoid_glu(gate, up)
+    return SigmoidGLU.apply(gate, up)
 
 
 class SituGLU(torch.autograd.Function):
@@ -75,6 +81,31 @@ class SwiGLU(torch.autograd.Function):
             dys = dy * s
             torch.mul(dys, g, out=du)
             torch.mul(dys.mul_(u), s.neg_().add_(1).mul_(g).add_(1), out=dg)
+
+        dg, du = _by_blocks(slopes, (*ctx.saved_tensors, dy), outputs=2)
+        return dg, du
+
+
+class SigmoidGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+
+        def value(g: Tensor, u: Tensor, y: Tensor) -> None:
+            torch.mul(torch.sigmoid(g), u, out=y)
+
+        return _by_blocks(value, (gate, up), outputs=1)[0]
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        """With s = sigmoid(g): dg = dy u s (1 - s)        du = dy s"""
+
+        def slopes(g: Tensor, u: Tensor, dy: Tensor, dg: Tensor, du: Tensor) -> None:
+            s = torch.sigmoid(g)
+            dys = dy * s
+            du.copy_(dys)
+            torch.mul(dys.mul_(u), s.neg_().add_(1), out=dg)
 
         dg, du = _by_blocks(slopes, (*ctx.saved_tensors, dy), outputs=2)
         return dg, du

@@ -1,4 +1,4 @@
-"""SiTU-GLU and SwiGLU as their equations read; autograd differentiates them."""
+"""SiTU-GLU, SwiGLU and the plain GLU as their equations read; autograd differentiates them."""
 
 import torch
 from torch import Tensor
@@ -18,3 +18,9 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     compute = torch.promote_types(gate.dtype, torch.float32)
     g, u = gate.to(compute), up.to(compute)
     return (g * torch.sigmoid(g) * u).to(gate.dtype)
+
+
+def sigmoid_glu(gate: Tensor, up: Tensor) -> Tensor:
+    """sigmoid(g) u; float32 inside (float64 for float64), one rounding at the end."""
+    compute = torch.promote_types(gate.dtype, torch.float32)
+    return (torch.sigmoid(gate.to(compute)) * up.to(compute)).to(gate.dtype)
