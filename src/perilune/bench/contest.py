@@ -1,7 +1,7 @@
 """What benchmarks of one operation against its peers share: all are checked first, and timed only if all are right."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import product
 from math import inf, isfinite
 from typing import Any, ClassVar
@@ -18,7 +18,7 @@ class Contest(Sheet):
 
     allowed: ClassVar[Mapping[str, float]]
     """The largest relative error of each quantity."""
-    contenders: Mapping[str, Any]
+    contenders: Collection[str]
     shapes: Sequence[Any]
 
     @abstractmethod

@@ -116,8 +116,9 @@ class DepthStream:
 
     def add(self, output: Tensor) -> None:
         """Takes the sublayer's output into the live sum, which keeps the embedding's dtype under autocast too."""
-        output = output.to(self.dtype)
-        self._live = output if self._live is None else self._live + output
+        if self._live is None or torch.promote_types(self.dtype, output.dtype) != self.dtype:
+            output = output.to(self.dtype)
+        self._live = output if self._live is None else self._live + output  # which casts as it reads
 
     def mixed(self, mixer: BlockAttnRes | None) -> Tensor:
         """The mixture over everything so far; the live sum itself where there is no mixer."""

@@ -10,6 +10,7 @@ from perilune.core.errors import ShapeError
 from perilune.nn.cache import LatentCache, pad_documents, token_counts, unpad_documents
 from perilune.nn.norm import RMSNorm
 from perilune.nn.precision import at_least_float32
+from perilune.ops import sigmoid_glu
 from perilune.ops.packing import boundaries
 
 LATENT_EPS = 1e-6  # of the two low-rank norms; the released code keeps its class default here, not the config's 1e-5
@@ -84,8 +85,9 @@ class GatedMLA(nn.Module):
             o = self._self_attention(q, latents, counts)
         else:
             o = self._cached_attention(q, latents, cache, counts, packed=cu is not None)
-        if self.g_proj is not None:  # the gate multiplies in float32: rounding the output first would bias it
-            o = at_least_float32(o) * at_least_float32(self.g_proj(x)).view_as(o).sigmoid()
+        if self.g_proj is not None:  # multiplied in float32, rounded once
+            gate = self.g_proj(x).view_as(o)
+            o = sigmoid_glu(gate.to(o.dtype), o)
         return self.o_proj(o.to(x.dtype).flatten(2))
 
     def _expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:

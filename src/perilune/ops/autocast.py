@@ -18,7 +18,7 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
-def as_autocast(x: Tensor) -> Tensor:
-    """x as every linear layer that reads it would cast it, once for all of them; x itself without autocast."""
+def dtype_for_products(x: Tensor) -> torch.dtype:
+    """In which dtype linear layers read x: what makes x asks for it, so that no layer has to cast."""
     dtype = autocast_dtype(x)
-    return x if dtype is None or x.dtype == torch.float64 else x.to(dtype)
+    return x.dtype if dtype is None or x.dtype == torch.float64 else dtype

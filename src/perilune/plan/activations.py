@@ -58,7 +58,7 @@ def _kept_by_mla(config: K3Config, b: int) -> float:
     # q, k, v, o and the sums of softmax; v and o as wide as k, or v inside what it was expanded with
     kept += b * H * (3 * key + (key if value < key else nope + value)) + 4 * H
     if config.mla_use_output_gate:
-        kept += (4 * H * value if b < 4 else 0) + 4 * H * value
+        kept += b * H * value  # its logits
     return kept + b * H * value
 
 

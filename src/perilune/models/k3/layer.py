@@ -12,7 +12,7 @@ from perilune.models.k3.config import K3Config
 from perilune.nn import GLU, BlockAttnRes, DepthStream, RMSNorm, StableLatentMoE
 from perilune.nn.balancer import balancer
 from perilune.nn.glu import Activation
-from perilune.ops.autocast import as_autocast
+from perilune.ops.autocast import dtype_for_products
 from perilune.ops.quantile_bias import Groups
 
 
@@ -88,10 +88,10 @@ class DecoderLayer(nn.Module):
         stream.add(self._run(self._feed, stream.read(self.mlp_res), mask))
 
     def _attend(self, h: Tensor, cache: Any, cu_seqlens: Sequence[int] | None) -> Tensor:
-        return self.self_attn(as_autocast(self.input_layernorm(h)), cache=cache, cu_seqlens=cu_seqlens)
+        return self.self_attn(self.input_layernorm(h, dtype_for_products(h)), cache=cache, cu_seqlens=cu_seqlens)
 
     def _feed(self, h: Tensor, mask: Tensor | None) -> Tensor:
-        x = as_autocast(self.post_attention_layernorm(h))
+        x = self.post_attention_layernorm(h, dtype_for_products(h))
         if self.block_sparse_moe is not None:
             return self.block_sparse_moe(x, mask)
         assert self.mlp is not None
@@ -125,7 +125,8 @@ class MTPLayer(nn.Module):
         self, h: Tensor, embedding: Tensor, *, cu_seqlens: Sequence[int] | None, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """`h`, `embedding` (of each next token): [B, T, D].  Returns h' and its norm, which goes to the head."""
-        x = self.eh_proj(torch.cat([self.hnorm(h), self.enorm(embedding)], dim=-1))
+        dtype = dtype_for_products(h)
+        x = self.eh_proj(torch.cat([self.hnorm(h, dtype), self.enorm(embedding, dtype)], dim=-1))
         stream = DepthStream(x, period=None)
         self.layer(stream, cu_seqlens=cu_seqlens, mask=mask)
-        return stream.live, self.norm(stream.live)
+        return stream.live, self.norm(stream.live, dtype)

@@ -18,6 +18,7 @@ from perilune.nn import BlockAttnRes, DepthStream, GatedMLA, HybridCache, RMSNor
 from perilune.nn.balancer import Balancer
 from perilune.nn.norm import GatedHeadNorm
 from perilune.ops import linear_cross_entropy
+from perilune.ops.autocast import dtype_for_products
 from perilune.ops.cross_entropy import IGNORED
 from perilune.ops.packing import boundaries
 from perilune.ops.upload import on_device
@@ -125,7 +126,7 @@ class K3Model(nn.Module):
             return self._forward_padded(input_ids, attention_mask.bool(), cache, cu_seqlens, labels, targets, answers)
         cu = boundaries(cu_seqlens, *input_ids.shape)
         h = self.model(input_ids, cache, cu)
-        features = self.model.norm(h)
+        features = self.model.norm(h, dtype_for_products(h))
         output = K3Output(cache=cache)
         if targets is None:
             output.logits = self.lm_head(features)
