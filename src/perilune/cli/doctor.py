@@ -16,6 +16,7 @@ MODULES = (
     "short_conv.api",
     "attn_res.api",
     "attn_res.two_phase",
+    "projections.api",
     "rms_norm.api",
     "situ_glu.api",
     "grouped_experts.api",

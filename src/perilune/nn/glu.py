@@ -4,6 +4,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from perilune.nn.project import project
 from perilune.ops import situ_glu, swiglu
 
 Activation = Literal["situ", "silu"]
@@ -33,7 +34,10 @@ class GLU(nn.Module):
         self.down_proj = nn.Linear(inner_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.closed(*project(x, self.gate_proj, self.up_proj))
+
+    def closed(self, gate: Tensor, up: Tensor) -> Tensor:
+        """What follows both projections, which a caller may have made with others of the same x."""
         inner = situ_glu(gate, up, self.beta_gate, self.beta_up) if self.activation == "situ" else swiglu(gate, up)
         return self.down_proj(inner)
 

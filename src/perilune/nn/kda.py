@@ -13,6 +13,7 @@ from perilune.core.errors import ConfigError, ShapeError
 from perilune.nn.cache import RecurrentCache, token_counts
 from perilune.nn.norm import GatedHeadNorm
 from perilune.nn.precision import Float32Parameters
+from perilune.nn.project import project
 from perilune.ops import (
     BoundedGate,
     KdaPool,
@@ -152,15 +153,17 @@ class KimiDeltaAttention(Float32Parameters):
             )
         if cache is not None and cache.state is not None and set(counts) == {1} and _steps(x):
             return self._step(x.view(len(counts), 1, -1), cache).view_as(x)
-        q, k, v, window = self._convolved(x, cache, cu, group)
+        last = self.g_proj if self.full_rank_gate else self.g_a_proj
+        *qkv, decay, beta, gate = project(x, self.q_proj, self.k_proj, self.v_proj, self.f_a_proj, self.b_proj, last)
+        q, k, v, window = self._convolved(qkv, cache, cu, group)
         heads = (B, T, self.num_heads, self.head_dim)
         attend = kda if group is None else partial(kda_context_parallel, group=group)
         o, state = attend(
             q.view(heads),
             k.view(heads),
             v.view(heads),
-            self.f_b_proj(self.f_a_proj(x)).view(heads),
-            self.b_proj(x),
+            self.f_b_proj(decay).view(heads),
+            beta,
             gate=self.gate,
             normalize_qk=True,
             beta_logits=True,
@@ -172,7 +175,8 @@ class KimiDeltaAttention(Float32Parameters):
             assert window is not None
             assert state is not None
             cache.update(window, state, counts)
-        return self.o_proj(self.o_norm(o, self._output_gate(x)).flatten(2))
+        gate = gate if self.full_rank_gate else self.g_b_proj(gate)
+        return self.o_proj(self.o_norm(o, gate.view(heads)).flatten(2))
 
     def _step(self, x: Tensor, cache: RecurrentCache) -> Tensor:
         """One token for each of N sequences, x: [N, 1, D], on a filled cache and without gradients: [N, 1, D]."""
@@ -194,19 +198,16 @@ class KimiDeltaAttention(Float32Parameters):
         return self.o_proj(o.flatten(2))
 
     def _convolved(
-        self, x: Tensor, cache: RecurrentCache | None, cu: list[int] | None, group: "dist.ProcessGroup | None"
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        self, qkv: Sequence[Tensor], cache: RecurrentCache | None, cu: list[int] | None,
+        group: "dist.ProcessGroup | None",
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
         """q, k, v after their convolutions, `[B, T, P]` each, and the window `[N, W-1, 3P]` that a cache keeps."""
         past = (None,) * 3 if cache is None or cache.conv is None else cache.conv.chunk(3, dim=-1)
         convolve = short_conv if group is None else partial(short_conv_context_parallel, group=group)
         outputs: list[Tensor] = []
         windows: list[Tensor] = []
-        for proj, conv, old in zip(
-            (self.q_proj, self.k_proj, self.v_proj), (self.q_conv1d, self.k_conv1d, self.v_conv1d), past
-        ):
-            y, window = convolve(
-                proj(x), conv.weight, initial_state=old, output_final_state=cache is not None, cu_seqlens=cu
-            )
+        for x, conv, old in zip(qkv, (self.q_conv1d, self.k_conv1d, self.v_conv1d), past):
+            y, window = convolve(x, conv.weight, initial_state=old, output_final_state=cache is not None, cu_seqlens=cu)
             outputs.append(y)
             if window is not None:
                 windows.append(window)

@@ -10,6 +10,7 @@ from perilune.core.errors import ShapeError
 from perilune.nn.cache import LatentCache, pad_documents, token_counts, unpad_documents
 from perilune.nn.norm import RMSNorm
 from perilune.nn.precision import at_least_float32
+from perilune.nn.project import project
 from perilune.ops import sigmoid_glu
 from perilune.ops.packing import boundaries
 
@@ -76,18 +77,21 @@ class GatedMLA(nn.Module):
     ) -> Tensor:
         B, T, _ = x.shape
         cu = boundaries(cu_seqlens, B, T)
-        q = self.q_proj(x) if self.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        first = self.q_proj if self.q_lora_rank is None else self.q_a_proj
+        gates = () if self.g_proj is None else (self.g_proj,)
+        q, latent, *gate = project(x, first, self.kv_a_proj_with_mqa, *gates)
+        if self.q_lora_rank is not None:
+            q = self.q_b_proj(self.q_a_layernorm(q))
         q = q.view(B, T, self.num_heads, self.nope + self.rope)
-        c, r = self.kv_a_proj_with_mqa(x).split([self.rank, self.rope], dim=-1)
+        c, r = latent.split([self.rank, self.rope], dim=-1)
         latents = torch.cat([self.kv_a_layernorm(c), r], dim=-1)  # [B, T, rank + rope]
         counts = token_counts(B, T, cu)
         if cache is None:
             o = self._self_attention(q, latents, counts)
         else:
             o = self._cached_attention(q, latents, cache, counts, packed=cu is not None)
-        if self.g_proj is not None:  # multiplied in float32, rounded once
-            gate = self.g_proj(x).view_as(o)
-            o = sigmoid_glu(gate.to(o.dtype), o)
+        if gate:  # multiplied in float32, rounded once
+            o = sigmoid_glu(gate[0].view_as(o).to(o.dtype), o)
         return self.o_proj(o.to(x.dtype).flatten(2))
 
     def _expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from perilune.core.errors import ConfigError
 from perilune.nn.balancer import Balancer, QuantileBalancer
 from perilune.nn.glu import GLU, Activation
 from perilune.nn.norm import RMSNorm
+from perilune.nn.project import project
 from perilune.nn.routing import route
 from perilune.ops import grouped_experts, wide_linear
 from perilune.ops.quantile_bias import Groups
@@ -125,13 +126,15 @@ class StableLatentMoE(nn.Module):
         scores = self.gate(tokens)  # [M, E]
         ids, weights = route(scores, self.balancer.bias, self.top_k, **self.routing)
         self.auxiliary_loss = self.balancer.observe(scores, ids, None if mask is None else mask.reshape(-1))
-        routed = self._routed(tokens, ids, weights)
-        if self.shared_experts is not None:
-            routed = routed + self.shared_experts(tokens)
+        down, shared = self.routed_expert_down_proj, self.shared_experts
+        layers = [*([] if down is None else [down]), *([] if shared is None else [shared.gate_proj, shared.up_proj])]
+        read = list(project(tokens, *layers))
+        routed = self._routed(tokens if down is None else read.pop(0), ids, weights)
+        if shared is not None:
+            routed = routed + shared.closed(*read)
         return routed.view(x.shape)
 
-    def _routed(self, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        z = tokens if self.routed_expert_down_proj is None else self.routed_expert_down_proj(tokens)
+    def _routed(self, z: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         u = grouped_experts(
             z,
             self.experts.w1,

@@ -14,6 +14,7 @@ from perilune.ops.kda import (
     kda_decode,
     kda_step,
 )
+from perilune.ops.projections import projections
 from perilune.ops.quantile_bias import quantile_bias
 from perilune.ops.rms_norm import gated_rms_norm, rms_norm
 from perilune.ops.short_conv import short_conv, short_conv_context_parallel
@@ -37,6 +38,7 @@ __all__ = [
     "kda_decode",
     "kda_step",
     "linear_cross_entropy",
+    "projections",
     "quantile_bias",
     "rms_norm",
     "share_gradient",

@@ -1,0 +1,31 @@
+"""Linear layers that read the same input, as one step of the graph where nobody has changed them."""
+
+import torch
+from torch import Tensor, nn
+
+from perilune.ops import projections
+
+HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
+
+
+def project(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
+    """`layer(x)` of every one.
+
+    While training, layers that are nothing but a matrix go through `projections`; an adapter, a hook, a bias or a
+    sharded weight on any of them, and each is called as it is.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling() and all(_plain(layer) for layer in layers):
+        return projections(x, [layer.weight for layer in layers])  # type: ignore[misc]
+    return tuple(layer(x) for layer in layers)
+
+
+def _plain(layer: nn.Module) -> bool:
+    return (
+        type(layer) is nn.Linear
+        and layer.bias is None
+        and type(layer.weight) is nn.Parameter
+        and "forward" not in layer.__dict__
+        and not any(getattr(layer, name) for name in HOOKS)
+    )
