@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from perilune.core.errors import ConfigError
+from perilune.optim import fused
 from perilune.optim.newton_schulz import DEVICE_BATCH, newton_schulz
 from perilune.optim.roles import Blocks, Role
 from perilune.optim.sharded import cuts_of_shard, is_sharded, local, on_owners_
@@ -106,26 +107,38 @@ class PerHeadMuon(torch.optim.Optimizer):
 
     def _muon(self, group: dict[str, Any], params: list[Tensor]) -> None:
         lr, mu = group["lr"] * group["lr_scale"], group["momentum"]
-        weights, grads = [local(param) for param in params], [local(grad) for grad in _grads(params)]
-        momenta = [local(self.state[param]["momentum"]) for param in params]
-        torch._foreach_mul_(momenta, mu)
-        torch._foreach_add_(momenta, grads)
-        torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
-        whole: list[_Matrices] = []
+        rule = _Rule(lr, 1 - lr * group["weight_decay"], mu, group["nesterov"], group["ns_steps"], group["ns_dtype"])
+        in_one_pass: list[_Matrices] = []
+        others: list[_Matrices] = []
+        begun: list[tuple[Tensor, ...]] = []  # all but the former, whose momentum and decay are made at once
         shards = []
-        for param, weight, grad, momentum in zip(params, weights, grads, momenta):
+        for param, grad in zip(params, _grads(params)):
+            own = local(param), local(grad), local(self.state[param]["momentum"])
             cut = self._blocks[param]
             own_cut = cuts_of_shard(param, cut) if is_sharded(param) else cut
-            if own_cut is not None:
-                whole += map(_Matrices, own_cut.of(weight), own_cut.of(grad), own_cut.of(momentum))
+            if own_cut is None:
+                shards.append((param, *own, cut))
             else:
-                direction = torch.add(grad, momentum, alpha=mu) if group["nesterov"] else momentum.clone()
-                shards.append((param, weight, direction, cut))
-        steps, dtype = group["ns_steps"], group["ns_dtype"]
-        _move_(whole, lr, mu if group["nesterov"] else None, steps, dtype)
-        on_owners_(partial(orthogonalize_, steps=steps, dtype=dtype), [(p, d, cut) for p, _, d, cut in shards])
+                matrices = [_Matrices(*views).lying() for views in zip(*map(own_cut.of, own))]
+                if all(fused.serves(*one) for one in matrices):
+                    in_one_pass += matrices
+                    continue
+                others += matrices
+            begun.append(own)
+        if begun:
+            weights, grads, momenta = (list(tensors) for tensors in zip(*begun))
+            torch._foreach_mul_(momenta, mu)
+            torch._foreach_add_(momenta, grads)
+            torch._foreach_mul_(weights, rule.keep)
+        _move_(in_one_pass, rule, begun=False)
+        _move_(others, rule, begun=True)
         if shards:
-            torch._foreach_add_([weight for _, weight, _, _ in shards], [d for _, _, d, _ in shards], alpha=-lr)
+            directions = [torch.add(g, m, alpha=mu) if rule.nesterov else m.clone() for _, _, g, m, _ in shards]
+            on_owners_(
+                partial(orthogonalize_, steps=rule.steps, dtype=rule.dtype),
+                [(param, direction, cut) for (param, *_, cut), direction in zip(shards, directions)],
+            )
+            torch._foreach_add_([weight for _, weight, *_ in shards], directions, alpha=-lr)
 
     def _adamw(self, group: dict[str, Any], params: list[Tensor]) -> None:
         states = [self.state[param] for param in params]
@@ -146,6 +159,18 @@ class PerHeadMuon(torch.optim.Optimizer):
         )
 
 
+class _Rule(NamedTuple):
+    """A group's numbers for this step; see `PerHeadMuon`."""
+
+    lr: float
+    keep: float
+    """What decay leaves of a weight."""
+    mu: float
+    nesterov: bool
+    steps: int
+    dtype: torch.dtype | None
+
+
 class _Matrices(NamedTuple):
     """Some matrices of one shape [..., n, m]: views of a parameter, of its gradient and of its momentum."""
 
@@ -163,28 +188,35 @@ class _Matrices(NamedTuple):
         return (_Matrices(*parts) for parts in zip(*(x.split(each) for x in self)))
 
 
-def _move_(matrices: Iterable[_Matrices], lr: float, mu: float | None, steps: int, dtype: torch.dtype | None) -> None:
-    """W <- W - lr 0.2 sqrt(max(n, m)) newton_schulz(G + mu M), or of M alone without `mu`.
+def _move_(matrices: Iterable[_Matrices], rule: _Rule, *, begun: bool) -> None:
+    """W <- keep W - lr 0.2 sqrt(max(n, m)) newton_schulz(G + mu M), or of M alone without `nesterov`, M <- mu M + G.
 
+    begun: whether the momentum is that of this step already, and the weight has decayed; if not, the kernels see to it.
     Matrices of one shape, up to transposition, go through batched iterations of DEVICE_BATCH numbers.  Directions are
     written where one begins, in its own dtype, and its result is added to the weights from there: nothing as large as
     the parameters is held.
     """
     alike: dict[Any, list[_Matrices]] = defaultdict(list)
-    for one in map(_Matrices.lying, matrices):
+    for one in matrices:
         alike[one.weight.shape[-2:], one.weight.dtype, one.weight.device].append(one)
-    for (shape, own, device), some in ((key, batch) for key, all_ in alike.items() for batch in _batches(all_)):
+    for (shape, own, device), some in ((key, batch) for key, every in alike.items() for batch in _batches(every)):
         counts = [one.weight.shape[:-2].numel() for one in some]
-        stacked = torch.empty(sum(counts), *shape, dtype=dtype or own, device=device)
+        stacked = torch.empty(sum(counts), *shape, dtype=rule.dtype or own, device=device)
         for one, part in zip(some, stacked.split(counts)):
             into = part.view(one.weight.shape)
-            if mu is None:
-                into.copy_(one.momentum)
+            if not begun:
+                fused.directions_(one.momentum, one.grad, into, rule.mu, rule.nesterov)
+            elif rule.nesterov:
+                torch.add(one.grad, one.momentum, alpha=rule.mu, out=into)
             else:
-                torch.add(one.grad, one.momentum, alpha=mu, out=into)
-        updates = newton_schulz(stacked, steps, dtype=dtype)
-        for one, update in zip(some, updates.split(counts)):
-            one.weight.add_(update.view(one.weight.shape), alpha=-lr * UPDATE_RMS * max(shape) ** 0.5)
+                into.copy_(one.momentum)
+        rate = rule.lr * UPDATE_RMS * max(shape) ** 0.5
+        for one, part in zip(some, newton_schulz(stacked, rule.steps, dtype=rule.dtype).split(counts)):
+            update = part.view(one.weight.shape)
+            if begun:
+                one.weight.add_(update, alpha=-rate)
+            else:
+                fused.descend_(one.weight, update, rule.keep, rate)
 
 
 def _batches(alike: Iterable[_Matrices]) -> Iterator[list[_Matrices]]:
