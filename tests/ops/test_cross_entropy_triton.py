@@ -195,6 +195,14 @@ def test_blocks_hold_what_they_may_and_are_alike(M: int, V: int) -> None:
         assert blocks * size - M < blocks * fused.TILE
 
 
+def test_gpus_whose_sums_are_not_known_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = inputs(2, 3, 16)
+    monkeypatch.setattr(fused, "INTERPRETED", True)
+    assert fused.refuses(*tensors, IGNORED) is None
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert "NVIDIA's GPUs alone" in (fused.refuses(*tensors, IGNORED) or "")
+
+
 @pytest.mark.skipif(INTERPRETED or GPU, reason="the kernel runs here")
 def test_a_cpu_is_refused() -> None:
     with pytest.raises(BackendError, match="cannot run on 'triton': its kernel runs on a GPU, and h is on cpu"):

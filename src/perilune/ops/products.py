@@ -4,6 +4,11 @@ import torch
 from torch import Tensor
 
 
+def not_wide() -> str | None:
+    """Why a GPU's products of 16-bit matrices cannot be relied on to be summed in float32, or None."""
+    return "torch sums 16-bit products in float32 on NVIDIA's GPUs alone" if torch.version.hip is not None else None
+
+
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
     """a b in float32, of matrices [M, K] and [K, N] of one dtype, in which they are multiplied."""
     if a.is_cuda and a.dtype != torch.float32:

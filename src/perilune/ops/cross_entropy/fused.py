@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from perilune.ops.first_order import first_order
-from perilune.ops.products import add_product_
+from perilune.ops.products import add_product_, not_wide
 
 TRITON = find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")  # as Triton reads it
@@ -42,7 +42,7 @@ def refuses(h: Tensor, weight: Tensor, targets: Tensor, ignored: int) -> str | N
         return "the tensors are on more than one device"
     if not len(weight):
         return "there is no vocabulary"
-    return None
+    return not_wide()
 
 
 def rows_of_block(M: int, row_bytes: int) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from perilune.ops.blocks import as_rows
 from perilune.ops.first_order import first_order
-from perilune.ops.products import add_product_, wide_product
+from perilune.ops.products import add_product_, not_wide, wide_product
 
 FEW = 256  # rows
 
@@ -32,7 +32,9 @@ def refuses(x: Tensor, weight: Tensor) -> str | None:
         return f"its parts are bfloat16, of float32 at most, and x and weight are {x.dtype} and {weight.dtype}"
     if not x.is_cuda or weight.device != x.device:
         return f"it is for tensor cores, and x and weight are on {x.device} and {weight.device}"
-    if torch.version.hip is None and torch.cuda.get_device_capability(x.device)[0] < 8:
+    if (reason := not_wide()) is not None:
+        return reason
+    if torch.cuda.get_device_capability(x.device)[0] < 8:
         return "this GPU's tensor cores know no bfloat16"
     if len(as_rows(x)) < FEW:
         return f"of fewer than {FEW} rows a float32 product takes no longer"
