@@ -77,6 +77,7 @@ def test_a_launch_between_two_operations_lies_in_neither():
         ("mix_kernel", ("_Fused",), "attention residuals"),
         (PLUS, ("AttnResBackward",), "attention residuals"),
         ("scan_kernel", ("_Fused",), "KDA"),
+        ("conv_grads_kernel", ("_FusedBackward",), "KDA"),
         (PLUS, ("ShortConvBackward", "aten::mul"), "KDA"),
         ("outer_product_kernel", ("_FusedBackward",), "experts"),
         ("cutlass_gemm_grouped", ("_GroupedExperts", "aten::_grouped_mm"), "experts"),

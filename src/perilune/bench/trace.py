@@ -22,6 +22,7 @@ ON_HOST = ("cpu_op", "user_annotation")
 KERNELS: dict[str, tuple[str, ...]] = {  # kind: what the name of one of its kernels begins with
     "KDA": (
         "prepare_", "solve_", "scan_", "reverse_scan_", "value_grads_", "key_grads_", "border_", "pair_grads_",
+        "conv_kernel", "conv_grads_", "filter_grads_", "state_grads_", "final_state_", "final_grads_",
     ),
     "experts": (
         "row_product_", "outer_product_", "spread_", "gather_kernel", "slopes_", "count_kernel", "blocks_kernel",

@@ -123,6 +123,14 @@ def _attn_res_merge(device: "torch.device") -> tuple[tuple[Any, ...], dict[str, 
     return (o[:, 0], o[:, 0], o, query, x, query), options
 
 
+def _short_conv(device: "torch.device") -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A few tokens in bf16, four taps."""
+    import torch
+
+    x = torch.zeros(1, 4, 128, dtype=torch.bfloat16, device=device)
+    return (x, torch.zeros(128, 4, device=device), None, None, "silu", False), {}
+
+
 def _grouped_experts(device: "torch.device") -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A token through one of two experts, in bf16."""
     import torch
@@ -214,5 +222,6 @@ USUAL: "dict[str, Callable[[torch.device], tuple[tuple[Any, ...], dict[str, Any]
     "route": _route,
     "stable_topk": _stable_topk,
     "wide_linear": _wide_linear,
+    "short_conv": _short_conv,
 }
 """Arguments of a usual call, of operations whose choice depends on them."""

@@ -8,9 +8,10 @@ from torch import Tensor
 from perilune.core.backends import Backends
 from perilune.core.errors import ShapeError
 from perilune.ops.packing import boundaries
-from perilune.ops.short_conv import chunked, reference
+from perilune.ops.short_conv import chunked, fused, reference
 
-BACKENDS = Backends("short_conv")
+BACKENDS = Backends("short_conv")  # best first
+BACKENDS.register("triton", fused.short_conv_fused, fused.refuses)
 BACKENDS.register("chunked", chunked.short_conv)
 BACKENDS.register("reference", reference.short_conv)
 
@@ -37,7 +38,9 @@ def short_conv(
     Returns y [B, T, D] and the final state [N, W-1, D] (None unless asked for), both in the dtype of x.  A document
     shorter than W-1 keeps the end of its old state.  Accumulates in float32 (float64 for float64), rounds once.
     The backward pass keeps x, weight and initial_state, nothing else.
-    Raises ShapeError where the tensors do not fit.
+
+    backend: "auto", "triton" (on a GPU), "chunked" or "reference".
+    Raises ShapeError where the tensors do not fit, BackendError for a backend that cannot serve the call.
     """
     if x.dim() != 3 or not x.is_floating_point():
         raise ShapeError(f"x: expected a floating tensor [B, T, D], got {x.dtype} {list(x.shape)}; add a batch axis")

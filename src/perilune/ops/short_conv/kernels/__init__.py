@@ -1,0 +1,1 @@
+"""What the short convolution runs on a GPU."""
