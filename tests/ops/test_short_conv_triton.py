@@ -261,19 +261,18 @@ def test_strides_do_not_matter_and_nothing_beside_a_row_is_read(cu: list[int] | 
     state = torch.randn(5, 3, B if cu is None else 3, device=DEVICE).permute(2, 1, 0)
     dys = [torch.randn(B, 5, 17, device=DEVICE).transpose(1, 2), torch.ones((), device=DEVICE).expand(B, 17, 5)]
     dys.append(torch.randn(5, device=DEVICE).expand(B, 17, 5))
-    for view in views:
+    for view, dy in zip(views, dys):
         room.fill_(torch.nan)
         view.copy_(base)
-        for dy in dys:
-            results = []
-            for layout in (Tensor.detach, Tensor.contiguous):
-                leaves = [layout(t).detach().requires_grad_() for t in (view, weight, state)]
-                y, final = short_conv(
-                    leaves[0], leaves[1], initial_state=leaves[2], output_final_state=True, cu_seqlens=cu,
-                    backend="triton",
-                )  # fmt: skip
-                results.append([y, final, *torch.autograd.grad(y, leaves, layout(dy))])
-            assert same_bits(*results)
+        results = []
+        for layout in (Tensor.detach, Tensor.contiguous):
+            leaves = [layout(t).detach().requires_grad_() for t in (view, weight, state)]
+            y, final = short_conv(
+                leaves[0], leaves[1], initial_state=leaves[2], output_final_state=True, cu_seqlens=cu,
+                backend="triton",
+            )  # fmt: skip
+            results.append([y, final, *torch.autograd.grad(y, leaves, layout(dy))])
+        assert same_bits(*results)
 
 
 @needs_kernels
@@ -490,6 +489,30 @@ def test_shares_cover_every_row_once(programs: int) -> None:
                 assert (groups, number) == (B * chunks, B * chunks * tiles(D))
                 assert number <= max(programs, B * tiles(D))
                 assert chunks == 1 or length >= min(LEAST, T)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="interpreted, there is nothing to compile")
+@pytest.mark.parametrize("W", [1, 4])
+def test_the_kernels_compile_for_hopper(W: int) -> None:
+    """The interpreter takes more than a compiler does; and 16-bit rows are written four elements at a time."""
+    pytest.importorskip("triton")
+    from sm_90 import BF16, F32, I32, assembly
+
+    from perilune.ops.short_conv.kernels.backward import conv_grads_kernel
+    from perilune.ops.short_conv.kernels.forward import conv_kernel
+    from perilune.ops.short_conv.kernels.launch import ROWS, WIDTH
+
+    sizes = dict.fromkeys(("T", "length", "chunks", "x_batch", "x_row", "dy_batch", "dy_row"), "i32")
+    types = {"x": BF16, "weight": F32, "state": BF16, "number": I32, "before": I32, "y": BF16, "dy": BF16, "dx": BF16}
+    types |= {"dtaps": F32, **sizes}
+    constants = {"D": 1024, "W": W, "ACTIVATE": True, "ROWS": ROWS, "WIDTH": WIDTH, "state": None}
+    for kernel in (conv_kernel.kernel, conv_grads_kernel.kernel):
+        names = kernel.arg_names
+        own = {name: x for name, x in types.items() if name in names and (name != "state" or W > 1)}
+        given = {name: x for name, x in constants.items() if name in names and name not in own}
+        ptx = assembly(kernel, own, given, num_warps=1)
+        assert "st.global.v2.b32" in ptx
 
 
 @pytest.mark.skipif(INTERPRETED or GPU, reason="the kernels run here")

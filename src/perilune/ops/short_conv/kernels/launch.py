@@ -14,7 +14,7 @@ from perilune.ops.upload import on_device
 WIDTH = 128  # channels of a program, which is one warp: 4 to a thread
 ROWS = 8  # under way in a program
 LEAST = 32  # rows of a program, for it reads up to 2 (W-1) beside its own
-FORWARD, BACKWARD = 24, 10  # programs on a processor: what registers leave room for
+FORWARD, BACKWARD = 20, 10  # programs on a processor: what registers leave room for
 
 
 class Documents(NamedTuple):
