@@ -1,7 +1,7 @@
 """The kernels of the gated units against the reference in float64.
 
 What needs them runs on a GPU, and, in a process of its own whose Triton interprets, on the CPU: there in small sizes,
-and mostly on float32, for the interpreter cuts bfloat16 off where a GPU rounds.
+and hardly in bfloat16, which the interpreter cuts off where a GPU rounds.
 """
 
 import os
@@ -19,7 +19,7 @@ from perilune.ops import sigmoid_glu, situ_glu, swiglu
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 GPU = torch.cuda.is_available() and not INTERPRETED
 DEVICE = torch.device("cuda" if GPU else "cpu")
-DTYPES = [torch.bfloat16, torch.float16, torch.float32] if GPU else [torch.float32]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32] if GPU else [torch.float16, torch.float32]
 SHAPES = [(), (1,), (5,), (3, 5, 7), (0, 4), (4, 0), (70, 320), (3, 4097)] + GPU * [(30_000, 320), (700, 8192)]
 UNITS = [situ_glu, swiglu, sigmoid_glu]
 pytestmark = [

@@ -7,11 +7,11 @@ from perilune.ops.launcher import Launcher
 
 
 @triton.jit
-def factors(weight, column, like, gate, D: tl.constexpr):
-    """The weight [WIDTH] in float32; without a gate rounded as x is, which is scaled in its own dtype then."""
+def factors(weight, column, x, D: tl.constexpr, ROUNDED: tl.constexpr):
+    """The weight [WIDTH] in float32; rounded as x is, where x is scaled in its own dtype."""
     w = tl.load(weight + column, mask=column < D, other=0.0)
-    if gate is None:
-        w = w.to(like.dtype.element_ty)
+    if ROUNDED:
+        w = w.to(x.dtype.element_ty)
     return w.to(tl.float32)
 
 
@@ -27,7 +27,7 @@ def norm_kernel(
     here = (row < R)[:, None] & (column < D)[None, :]
     row = row.to(tl.int64)[:, None]
     v = tl.load(x + row * x_stride + column[None, :], mask=here, other=0.0).to(tl.float32)
-    w = factors(weight, column, x, gate, D)[None, :]
+    w = factors(weight, column, x, D, gate is None)[None, :]
     y = v * tl.rsqrt(tl.sum(v * v, 1) / D + eps)[:, None]
     if gate is not None:
         g = tl.load(gate + row * gate_stride + column[None, :], mask=here, other=0.0).to(tl.float32)
@@ -52,7 +52,7 @@ def norm_grads_kernel(
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     column = tl.arange(0, WIDTH)
-    w = factors(weight, column, x, gate, D)[None, :]
+    w = factors(weight, column, x, D, gate is None)[None, :]
     found = tl.zeros([ROWS, WIDTH], tl.float32)
     for first in range(program * ROWS, R, programs * ROWS):
         row = first + tl.arange(0, ROWS)
