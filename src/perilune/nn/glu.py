@@ -39,7 +39,7 @@ class GLU(nn.Module):
     def closed(self, gate: Tensor, up: Tensor) -> Tensor:
         """What follows both projections, which a caller may have made with others of the same x."""
         inner = situ_glu(gate, up, self.beta_gate, self.beta_up) if self.activation == "situ" else swiglu(gate, up)
-        return self.down_proj(inner)
+        return project(inner, self.down_proj)[0]
 
 
 class SiTUGLU(GLU):

@@ -162,7 +162,7 @@ class KimiDeltaAttention(Float32Parameters):
             q.view(heads),
             k.view(heads),
             v.view(heads),
-            self.f_b_proj(decay).view(heads),
+            project(decay, self.f_b_proj)[0].view(heads),
             beta,
             gate=self.gate,
             normalize_qk=True,
@@ -175,8 +175,9 @@ class KimiDeltaAttention(Float32Parameters):
             assert window is not None
             assert state is not None
             cache.update(window, state, counts)
-        gate = gate if self.full_rank_gate else self.g_b_proj(gate)
-        return self.o_proj(self.o_norm(o, gate.view(heads)).flatten(2))
+        if not self.full_rank_gate:
+            (gate,) = project(gate, self.g_b_proj)
+        return project(self.o_norm(o, gate.view(heads)).flatten(2), self.o_proj)[0]
 
     def _step(self, x: Tensor, cache: RecurrentCache) -> Tensor:
         """One token for each of N sequences, x: [N, 1, D], on a filled cache and without gradients: [N, 1, D]."""

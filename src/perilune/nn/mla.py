@@ -81,7 +81,7 @@ class GatedMLA(nn.Module):
         gates = () if self.g_proj is None else (self.g_proj,)
         q, latent, *gate = project(x, first, self.kv_a_proj_with_mqa, *gates)
         if self.q_lora_rank is not None:
-            q = self.q_b_proj(self.q_a_layernorm(q))
+            (q,) = project(self.q_a_layernorm(q), self.q_b_proj)
         q = q.view(B, T, self.num_heads, self.nope + self.rope)
         c, r = latent.split([self.rank, self.rope], dim=-1)
         latents = torch.cat([self.kv_a_layernorm(c), r], dim=-1)  # [B, T, rank + rope]
@@ -92,12 +92,12 @@ class GatedMLA(nn.Module):
             o = self._cached_attention(q, latents, cache, counts, packed=cu is not None)
         if gate:  # multiplied in float32, rounded once
             o = sigmoid_glu(gate[0].view_as(o).to(o.dtype), o)
-        return self.o_proj(o.to(x.dtype).flatten(2))
+        return project(o.to(x.dtype).flatten(2), self.o_proj)[0]
 
     def _expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
         """Latents `[N, L, rank + rope]` to keys `[N, L, H, nope + rope]` and values `[N, L, H, v]`."""
         c, r = latents.split([self.rank, self.rope], dim=-1)
-        k, v = self.kv_b_proj(c).unflatten(-1, (self.num_heads, -1)).split([self.nope, self.v_dim], dim=-1)
+        k, v = project(c, self.kv_b_proj)[0].unflatten(-1, (self.num_heads, -1)).split([self.nope, self.v_dim], dim=-1)
         return torch.cat([k, r.unsqueeze(2).expand(*k.shape[:3], -1)], dim=-1), v
 
     def _self_attention(self, q: Tensor, latents: Tensor, counts: list[int]) -> Tensor:

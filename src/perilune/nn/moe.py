@@ -148,4 +148,4 @@ class StableLatentMoE(nn.Module):
         )
         if self.routed_expert_norm is not None:
             u = self.routed_expert_norm(u)
-        return u if self.routed_expert_up_proj is None else self.routed_expert_up_proj(u)
+        return u if self.routed_expert_up_proj is None else project(u, self.routed_expert_up_proj)[0]

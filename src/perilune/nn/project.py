@@ -1,4 +1,4 @@
-"""Linear layers that read the same input, as one step of the graph where nobody has changed them."""
+"""Linear layers that read the same input, or one alone, as one step of the graph where nobody has changed them."""
 
 import torch
 from torch import Tensor, nn
