@@ -10,7 +10,7 @@ from perilune.ops.cross_entropy import chunked as cross_entropy
 from perilune.ops.grouped_experts import api as grouped_experts
 from perilune.train.config import OptimizerConfig, Stage
 from perilune.train.host import Arrival
-from tiny_run import run
+from tiny_run import STAGES, run
 from tiny_run import trainer as tiny
 
 aten = torch.ops.aten
@@ -60,9 +60,11 @@ def every_expert(x, w_gate, w_up, w_down, ids, weights, **options):
 @pytest.mark.usefixtures("_as_on_a_gpu")
 @pytest.mark.parametrize("kind", ["quantile", "sign", "band", "aux"])
 @pytest.mark.parametrize("further", [0, 1])
-def test_a_step_asks_for_nothing(kind, further, monkeypatch):
+@pytest.mark.parametrize("micro", [None, 48])
+def test_a_step_asks_for_nothing(kind, further, micro, monkeypatch):
     model = {"balance": BalanceConfig(kind=kind), "num_nextn_predict_layers": further}
-    trainer = tiny(run(model=model, optimizer=OptimizerConfig(qk_clip=None)))
+    stages = tuple(stage.replace(micro_tokens=micro) for stage in STAGES)
+    trainer = tiny(run(model=model, stages=stages, optimizer=OptimizerConfig(qk_clip=None)))
     batches = [trainer.feed.next() for _ in range(3)]
     trainer.step(batches[0])  # tables that are made once
     steps = [state["step"] for state in trainer.optimizer.state.values() if "step" in state]  # AdamW counts on the host

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from perilune.train.loop import Progress, Trainer
     from perilune.train.metrics import Metrics
 
-MAY_DIFFER = re.compile(r"checkpoint_every|data\.sources\.[^.]+\.path")
+MAY_DIFFER = re.compile(r"checkpoint_every|stages\.\d+\.micro_tokens|data\.sources\.[^.]+\.path")
 """Keys that may change when a run goes on in its folder, for they do not change what it learns: that a text under
 another path is the same text is checked when it is read."""
 

@@ -43,6 +43,8 @@ class Balancer(Float32Parameters):
 
     float32: ClassVar[tuple[str, ...]] = ("bias",)
     state_names: ClassVar[tuple[str, ...]] = ()
+    counts_first: ClassVar[bool] = False
+    """Whether the loss of a part of a step depends on the loads of the whole step; see `begin_parts`."""
 
     bias: Tensor
     loads: Tensor
@@ -94,6 +96,13 @@ class Balancer(Float32Parameters):
             seen = self.counts.any()
             self.bias.copy_(torch.where(seen, self._next_bias(seen), self.bias))
             self.loads.copy_(torch.where(seen, self.counts, self.loads))
+        self.discard()
+
+    def begin_parts(self) -> None:
+        """What was observed so far is a whole step, which is observed again from here on, part by part.
+
+        The losses of the parts then add up to that of the whole step, whose loads they know.
+        """
         self.discard()
 
     def discard(self) -> None:
@@ -377,14 +386,27 @@ class AuxLossBalancer(Balancer):
 
     f_j is the fraction of routed slots that went to expert j, P_j the mean over tokens of its score divided by the
     token's sum of scores: coefficient at perfect balance, more otherwise, gradient through P only.  The loss is that of
-    one forward's tokens; add it where the language-model loss is made.
+    one forward's tokens, or the forward's share of a step's (`begin_parts`); add it where the language-model loss is
+    made.
     """
+
+    counts_first = True
 
     def __init__(self, num_experts: int, top_k: int, coefficient: float = 1e-3) -> None:
         super().__init__(num_experts, top_k)
         if coefficient < 0:
             raise ConfigError(f"coefficient: expected 0 or more, got {coefficient}; 1e-3 to 1e-2 is usual")
         self.coefficient = coefficient
+        self._step: Tensor | None = None  # [E] int64, the loads of a step that is observed in parts
+
+    def begin_parts(self) -> None:
+        step = self.counts.clone()
+        super().begin_parts()
+        self._step = step
+
+    def discard(self) -> None:
+        super().discard()
+        self._step = None
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, coefficient={self.coefficient}"
@@ -394,7 +416,10 @@ class AuxLossBalancer(Balancer):
         if mask is not None:
             tokens = mask.sum().clamp(min=1)
             scores = scores.masked_fill(~mask.unsqueeze(-1), 0)
-        fraction = self._tally(ids, mask).to(scores.dtype) / (tokens * self.top_k)
+        counts = self._tally(ids, mask)
+        if self._step is not None:
+            counts, tokens = self._step, (self._step.sum() // self.top_k).clamp(min=1)
+        fraction = counts.to(scores.dtype) / (tokens * self.top_k)
         share = scores / (scores.sum(-1, keepdim=True) + 1e-20)
         return self.coefficient * self.num_experts * (fraction * (share.sum(0) / tokens)).sum()
 

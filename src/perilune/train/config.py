@@ -38,6 +38,9 @@ class Stage(Config):
     """Tokens a document may span; longer ones are cut."""
     batch_tokens: int
     """Tokens in a step: documents packed end to end."""
+    micro_tokens: int | None = None
+    """Tokens that go through the model at once, at most: a step in micro-batches is the step in one pass, in less
+    memory.  None for all of them."""
     tokens: int
     """Length of the stage."""
     lr: float
@@ -60,6 +63,11 @@ class Stage(Config):
             self.context,
             "a step holds at least one whole context",
         )
+        require(
+            self.micro_tokens is None or self.micro_tokens >= self.context,
+            "micro_tokens", f"at least the context ({self.context}), or null", self.micro_tokens,
+            "a document is in one micro-batch",
+        )  # fmt: skip
         require(0 < self.lr < LARGEST_RATE, "lr", "a finite rate above 0", self.lr, "1e-2 suits Muon")
         require(
             0 <= self.lr_end < LARGEST_RATE,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.profiler import record_function
 
@@ -29,6 +30,7 @@ from perilune.train.config import Run, Stage
 from perilune.train.feed import Feed
 from perilune.train.host import Arrival
 from perilune.train.metrics import Metrics
+from perilune.train.micro_batches import cut, target_counts
 
 
 class Diverged(PeriluneError):
@@ -267,26 +269,24 @@ class Trainer:
                 self._bias_drift[name] = bias_drift(old, new)
 
     def step(self, batch: Batch) -> Update:
-        """One optimizer step.
+        """One optimizer step, in micro-batches where the stage asks for them.
 
-        Raises Diverged where the loss or its gradient is no number, and leaves model and optimizer as they were.
+        Raises Diverged where the loss or its gradient is no number, ConfigError where a document of the batch is longer
+        than a micro-batch may be; whatever is raised, model and optimizer are left as they were.
         """
         tokens = self.tokens_done + batch.input_ids.numel()
+        parts = cut(batch, self.stage.micro_tokens)
         self._set_lr(self._next_lr())
         clipping = self._clipping()
-        for attention in self.attentions.values():
-            attention.track_max_logits = clipping
         self.model.train()
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.mixed):
-            output = self.model(
-                on_device(batch.input_ids, self.device),
-                cu_seqlens=batch.cu_seqlens,
-                targets=on_device(batch.labels, self.device),
-                answers=None if batch.answers is None else on_device(batch.answers, self.device),
-            )
-        assert output.loss is not None
-        output.loss.backward()
-        update = self._checked(output, tokens)
+        try:
+            whole = self._whole_step(batch, parts)
+            for attention in self.attentions.values():
+                attention.track_max_logits = clipping
+            update = self._checked(self._accumulate(parts, whole), tokens)
+        except BaseException:
+            self._discard()
+            raise
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if clipping:
@@ -296,24 +296,58 @@ class Trainer:
         self.tokens_done = tokens
         return update
 
-    def _checked(self, output: K3Output, tokens: int) -> Update:
-        """The step's figures, in one transfer; raises Diverged, and forgets all that the step left behind, unless the
-        loss and its gradient are numbers.
+    def _whole_step(self, batch: Batch, parts: list[Batch]) -> dict[str, list[int]] | None:
+        """What the losses of parts need to know of the whole step; None where it is in one part.
+
+        Costs a forward pass more where a balancer's loss has to know the step's loads before its first gradient.
+        """
+        if len(parts) == 1:
+            return None
+        whole = target_counts(batch, len(self.model.model.mtp))
+        if any(balancer.counts_first for balancer in self.balancers.values()):
+            with torch.no_grad():
+                for part in parts:
+                    self._pass(part, whole)
+            for balancer in self.balancers.values():
+                balancer.begin_parts()
+        return whole
+
+    def _accumulate(self, parts: list[Batch], whole: dict[str, list[int]] | None) -> dict[str, Tensor]:
+        """The step's gradients, summed over its parts in the parameters' own precision; its losses, the one that is
+        minimised first."""
+        sums: dict[str, Tensor] = {}
+        for part in parts:
+            output = self._pass(part, whole)
+            assert output.loss is not None
+            output.loss.backward()
+            for name, loss in {"loss": output.loss.detach(), **output.losses}.items():
+                sums[name] = sums[name] + loss if name in sums else loss
+        return sums
+
+    def _pass(self, batch: Batch, whole: dict[str, list[int]] | None) -> K3Output:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.mixed):
+            return self.model(
+                on_device(batch.input_ids, self.device),
+                cu_seqlens=batch.cu_seqlens,
+                targets=on_device(batch.labels, self.device),
+                answers=None if batch.answers is None else on_device(batch.answers, self.device),
+                counts=whole,
+            )
+
+    def _checked(self, losses: dict[str, Tensor], tokens: int) -> Update:
+        """The step's figures, in one transfer; raises Diverged unless the loss and its gradient are numbers.
 
         The one place in a step where the host waits for a device: an update that is not wanted cannot be undone.  It
         costs a launch's delay, for what follows is few and large."""
-        assert output.loss is not None
         norm = get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
-        figures = Arrival(torch.stack([norm, output.loss.detach(), *output.losses.values()]))
-        grad_norm, loss, *losses = figures.tensor().tolist()
+        grad_norm, loss, *others = Arrival(torch.stack([norm, *losses.values()])).tensor().tolist()
         for what, value in (("loss", loss), ("gradient norm", grad_norm)):
             if not math.isfinite(value):
-                self._discard()
                 raise Diverged(
                     f"{what}: expected a number, got {value} at step {self.steps_done + 1} "
                     f"(stage {self.stage.name}, tokens {self.tokens_done:,} to {tokens:,}); lower the learning rate"
                 )
-        return Update(losses=dict(zip(output.losses, losses)), grad_norm=grad_norm)
+        return Update(losses=dict(zip(list(losses)[1:], others)), grad_norm=grad_norm)
 
     @record_function("balance")
     def _balance(self) -> None:

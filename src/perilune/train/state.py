@@ -30,7 +30,9 @@ log = logging.getLogger("perilune.train")
 TENSORS = "training.safetensors"
 VALUES = "training.json"
 FORMAT = 1
-CHANGEABLE = re.compile(r"stages\.\d+\.(lr|lr_end|warmup)|optimizer\.\w+|checkpoint_every|data\.sources\.[^.]+\.path")
+CHANGEABLE = re.compile(
+    r"stages\.\d+\.(lr|lr_end|warmup|micro_tokens)|optimizer\.\w+|checkpoint_every|data\.sources\.[^.]+\.path"
+)
 """Keys of a run's configuration that may have changed since the checkpoint: what it holds goes on to fit."""
 NO_PART_OF_WEIGHTS = (
     "carried", "initializer_range", "mtp_loss_weight", "balance_loss_weight", "answer_loss_weight",

@@ -1,7 +1,7 @@
 """The K3-class language model."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -99,6 +99,7 @@ class K3Model(nn.Module):
         labels: Tensor | None = None,
         targets: Tensor | None = None,
         answers: Tensor | None = None,
+        counts: Mapping[str, Sequence[int]] | None = None,
     ) -> K3Output:
         """`input_ids: [B, T]`.
 
@@ -123,7 +124,8 @@ class K3Model(nn.Module):
                     f"{name}: expected {list(input_ids.shape)}, got {list(value.shape)}; align with input_ids"
                 )
         if attention_mask is not None:
-            return self._forward_padded(input_ids, attention_mask.bool(), cache, cu_seqlens, labels, targets, answers)
+            beside = {"labels": labels, "targets": targets, "answers": answers}
+            return self._forward_padded(input_ids, attention_mask.bool(), cache, cu_seqlens, beside, counts)
         cu = boundaries(cu_seqlens, *input_ids.shape)
         h = self.model(input_ids, cache, cu)
         features = self.model.norm(h, dtype_for_products(h))
@@ -133,9 +135,9 @@ class K3Model(nn.Module):
         if labels is not None:
             targets = shifted(labels, cu)
         if targets is not None:
-            losses = self._losses(input_ids, h, features, targets, cu)
+            losses = self._losses(input_ids, h, features, targets, cu, counts or {})
             if answers is not None:
-                losses["answers"] = self._cross_entropy(features, answers)
+                losses["answers"] = self._cross_entropy(features, answers, *(counts or {}).get("answers", ()))
             output.loss = self._total(losses)
             output.losses = {name: loss.detach() for name, loss in losses.items()}
         return output
@@ -146,40 +148,44 @@ class K3Model(nn.Module):
         real: Tensor,
         cache: HybridCache | None,
         cu_seqlens: Tensor | Sequence[int] | None,
-        labels: Tensor | None,
-        targets: Tensor | None,
-        answers: Tensor | None,
+        given: dict[str, Tensor | None],
+        counts: Mapping[str, Sequence[int]] | None,
     ) -> K3Output:
         """Takes padding out, runs the real tokens as packed documents, and puts logits back where they belong."""
-        given = {"labels": labels, "targets": targets, "answers": answers}
         if cu_seqlens is not None:
             if bool(real.all()):  # a mask that hides nothing changes nothing
-                return self(input_ids, cache=cache, cu_seqlens=cu_seqlens, **given)
+                return self(input_ids, cache=cache, cu_seqlens=cu_seqlens, counts=counts, **given)
             raise ShapeError(
                 "attention_mask: expected none beside cu_seqlens, got one with padding; pack real tokens only"
             )
         cu = [0, *real.sum(1).cumsum(0).tolist()]
         pack = {name: t[real][None] for name, t in given.items() if t is not None}
-        output = self(input_ids[real][None], cache=cache, cu_seqlens=cu, **pack)
+        output = self(input_ids[real][None], cache=cache, cu_seqlens=cu, counts=counts, **pack)
         if output.logits is not None:
             logits = output.logits.new_zeros(*input_ids.shape, output.logits.shape[-1])
             output.logits = logits.masked_scatter(real[..., None], output.logits)
         return output
 
     def _losses(
-        self, input_ids: Tensor, h: Tensor, features: Tensor, targets: Tensor, cu: list[int] | None
+        self,
+        input_ids: Tensor,
+        h: Tensor,
+        features: Tensor,
+        targets: Tensor,
+        cu: list[int] | None,
+        counts: Mapping[str, Sequence[int]],
     ) -> dict[str, Tensor]:
-        losses = {"next_token": self._cross_entropy(features, targets)}
+        losses = {"next_token": self._cross_entropy(features, targets, *counts.get("next_token", ()))}
         if self.training and len(self.model.mtp):
             # The token after each: a target, or, where nothing is learned from it, the next input of its document.
             following = torch.where(targets == IGNORED, shifted(input_ids, cu), targets)
             further = []
-            for layer in self.model.mtp:
+            for layer, number in zip(self.model.mtp, counts.get("mtp") or itertools.repeat(None)):
                 known = following != IGNORED
                 embedding = self.model.embed_tokens(following.clamp(min=0))
                 h, features = layer(h, embedding, cu_seqlens=cu, mask=known)
                 following, targets = shifted(following, cu), shifted(targets, cu)
-                further.append(self._cross_entropy(features, targets))
+                further.append(self._cross_entropy(features, targets, number))
             losses["mtp"] = torch.stack(further).mean()
         if self.training:
             balance = [moe.auxiliary_loss for moe in self._moes() if moe.auxiliary_loss is not None]
@@ -187,10 +193,11 @@ class K3Model(nn.Module):
                 losses["balance"] = torch.stack(balance).sum()
         return losses
 
-    def _cross_entropy(self, features: Tensor, targets: Tensor) -> Tensor:
-        """Mean over the targets that are not ignored; 0 where there are none.  The logits are never held."""
+    def _cross_entropy(self, features: Tensor, targets: Tensor, number: int | None = None) -> Tensor:
+        """Mean over the targets that are not ignored, or over that number; 0 where there are none.  The logits are
+        never held."""
         total = linear_cross_entropy(features.flatten(0, 1), self.lm_head.weight, targets.flatten())
-        return total / (targets != IGNORED).sum().clamp(min=1)
+        return total / ((targets != IGNORED).sum().clamp(min=1) if number is None else max(number, 1))
 
     def _total(self, losses: dict[str, Tensor]) -> Tensor:
         config = self.config
