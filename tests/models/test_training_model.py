@@ -223,8 +223,8 @@ def test_recomputation_keeps_less_counts_once_and_changes_nothing(kind):
     balance = config().balance.replace(kind=kind)
     k3, tokens = model(num_nextn_predict_layers=1, balance=balance), ids(1, 120)
     results = []
-    for on in (False, True):
-        k3.recompute_activations(on)
+    for unit in ("none", "sublayers"):
+        k3.recompute_activations(unit)
         loss, grads, size = step(k3, tokens, [0, 50, 120])
         results.append((loss, grads, size, counts(k3)))
         for balancer in k3.balancers().values():
@@ -303,7 +303,7 @@ def test_auxiliary_losses_are_summed_into_the_loss():
 # every parameter
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "sublayers", "layers", "blocks"])
 def test_every_parameter_is_reached(recompute):
     """But for the first mixer, which has one source only: its gradients are zeros."""
     k3, tokens = model(num_nextn_predict_layers=1), ids(2, 60)

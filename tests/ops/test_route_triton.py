@@ -184,3 +184,21 @@ def test_the_kernels_interpreted() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-x", __file__, "-p", "no:xdist"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+@needs_kernels
+@pytest.mark.parametrize("backend", ["triton", "chunked"])
+def test_what_is_chosen_already_is_only_weighed(backend):
+    """Of ids that the scores would not have chosen: the same weights and gradients from every form."""
+    scores = torch.rand(7, 20, device=DEVICE)
+    ids = torch.stack([torch.randperm(20, device=DEVICE)[:3] for _ in range(7)])
+    found = []
+    for name in (backend, "reference"):
+        leaf = scores.clone().requires_grad_()
+        got, weights = route(leaf, torch.zeros(20, device=DEVICE), 3, ids=ids, scaling=2.5, backend=name)
+        assert torch.equal(got, ids)
+        found.append((weights, *torch.autograd.grad(weights.square().sum(), leaf)))
+    for mine, theirs in zip(*found):
+        torch.testing.assert_close(mine, theirs)
+    with pytest.raises(ShapeError, match="ids: expected int64"):
+        route(scores, torch.zeros(20, device=DEVICE), 3, ids=ids[:, :2], backend=backend)

@@ -17,7 +17,7 @@ BAND = 0.002
 
 def measured(config: K3Config, *, recompute: bool, dtype: torch.dtype = torch.float32) -> int:
     model = K3Model(config).to(dtype).train()
-    model.recompute_activations(recompute)
+    model.recompute_activations("sublayers" if recompute else "none")
     return kept_bytes(model, torch.randint(config.vocab_size, (1, TOKENS)))
 
 

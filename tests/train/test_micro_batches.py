@@ -239,6 +239,26 @@ def test_a_late_part_that_fails_leaves_everything(failure, kind, monkeypatch):
     assert all(map(torch.equal, trainer.model.state_dict().values(), other.model.state_dict().values()))
 
 
+def test_too_little_memory_is_one_line_that_says_what_to_do(monkeypatch):
+    trainer = tiny(run(stages=(STAGE.replace(micro_tokens=34),)))
+    plain = trainer.model.forward
+
+    def forward(*args, **kwargs):
+        if trainer.model.lm_head.weight.grad is not None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(trainer.model, "forward", forward)
+    with pytest.raises(ConfigError) as found:
+        trainer.step(batch_of())
+    assert str(found.value) == (
+        "stages.0.micro_tokens: expected as many as cpu has memory for, got 33 at once; "
+        "lower it, or keep less with stages.0.recompute=layers, or blocks"
+    )
+    assert all(p.grad is None for p in trainer.model.parameters())
+    assert all(not t.any() for b in trainer.balancers.values() for t in b.statistics())
+
+
 # around the step
 
 
@@ -284,3 +304,24 @@ def test_parts_may_change_when_a_run_goes_on(tmp_path):
         trainer.train(metrics, checkpoints=checkpoints, stop=lambda: trainer.steps_done == 3)
     other = made.replace(stages=tuple(stage.replace(micro_tokens=48) for stage in STAGES))
     assert tiny(other, checkpoint=checkpoints.latest()).steps_done == 3
+
+
+@pytest.mark.parametrize("unit", ["sublayers", "layers", "blocks"])
+def test_a_run_that_recomputes_is_the_same_run(unit, tmp_path):
+    """To the bit, through both stages; it may also be changed under way."""
+    ends = []
+    for kept in ("none", unit):
+        stages = tuple(stage.replace(micro_tokens=48, recompute=kept) for stage in STAGES)
+        trainer = tiny(run(stages=stages, model={"num_nextn_predict_layers": 1}))
+        with Metrics(tmp_path / f"{kept}.jsonl") as metrics:
+            trainer.train(metrics)
+        assert trainer.model.model.recompute == kept
+        ends.append(trainer.model.state_dict())
+    assert all(map(torch.equal, *(end.values() for end in ends)))
+
+
+def test_blocks_are_recomputed_where_there_are_some():
+    stages = (STAGE.replace(recompute="blocks"),)
+    with pytest.raises(ConfigError, match="recompute: expected none, sublayers or layers without attention residuals"):
+        run(stages=stages, model={"attn_res_block_size": None})
+    assert tiny(run(stages=stages)).step(batch_of()).losses["next_token"] > 0

@@ -201,7 +201,7 @@ def _stable_topk(device: "torch.device") -> tuple[tuple[Any, ...], dict[str, Any
 def _route(device: "torch.device") -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The same, and its weight."""
     (scores, k), _ = _stable_topk(device)
-    return (scores, scores[0], k, True, 1.0), {}
+    return (scores, scores[0], k, True, 1.0, None), {}
 
 
 USUAL: "dict[str, Callable[[torch.device], tuple[tuple[Any, ...], dict[str, Any]]]]" = {

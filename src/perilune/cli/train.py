@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from perilune.train.loop import Progress, Trainer
     from perilune.train.metrics import Metrics
 
-MAY_DIFFER = re.compile(r"checkpoint_every|stages\.\d+\.micro_tokens|data\.sources\.[^.]+\.path")
-"""Keys that may change when a run goes on in its folder, for they do not change what it learns: that a text under
-another path is the same text is checked when it is read."""
+MAY_DIFFER = re.compile(r"checkpoint_every|stages\.\d+\.(micro_tokens|recompute)|data\.sources\.[^.]+\.path")
+"""Keys that may change when a run goes on in its folder, for they do not change what it learns: what goes through the
+model at once and what of it is kept; that a text under another path is the same text is checked when it is read."""
 
 
 @dataclass(frozen=True)

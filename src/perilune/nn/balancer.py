@@ -17,6 +17,7 @@ from torch import Tensor
 
 from perilune.core.errors import CheckpointError, ConfigError, ShapeError, nearest
 from perilune.nn.precision import Float32Parameters
+from perilune.nn.recompute import recomputing
 from perilune.ops.quantile_bias import Groups, bias_from_histogram, limiting, quantile_bias, rebin, score_histogram
 
 
@@ -83,7 +84,7 @@ class Balancer(Float32Parameters):
                 raise ShapeError(
                     f"mask: expected bool [{len(scores)}], got {mask.dtype} {list(mask.shape)}; True marks real tokens"
                 )
-        if not _recomputing():
+        if not recomputing():
             with torch.no_grad():
                 self.counts += self._tally(ids, mask)
                 self._collect(scores.detach(), mask)
@@ -451,11 +452,6 @@ def balancer(kind: str, num_experts: int, top_k: int, *, groups: Groups | None =
                 + (nearest(option, known) if known else "it takes none")
             )
     return KINDS[kind](num_experts, top_k, **options)
-
-
-def _recomputing() -> bool:
-    """Whether activation checkpointing runs this forward a second time: only then is autograd's engine at work."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _centred(bias: Tensor) -> Tensor:

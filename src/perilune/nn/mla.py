@@ -11,6 +11,7 @@ from perilune.nn.cache import LatentCache, pad_documents, token_counts, unpad_do
 from perilune.nn.norm import RMSNorm
 from perilune.nn.precision import at_least_float32
 from perilune.nn.project import project
+from perilune.nn.recompute import recomputing
 from perilune.ops import sigmoid_glu
 from perilune.ops.packing import boundaries
 
@@ -103,7 +104,7 @@ class GatedMLA(nn.Module):
     def _self_attention(self, q: Tensor, latents: Tensor, counts: list[int]) -> Tensor:
         """Every document by itself: `q: [B, T, H, nope + rope]`, documents of `counts` tokens end to end in B*T."""
         k, v = self._expand(latents)
-        if self.track_max_logits and self.training:
+        if self.track_max_logits and self.training and not recomputing():
             self._record_max_logits(q, k, counts)
         if len(set(counts)) == 1:  # equal lengths: one batch
             a, b, c = (t.reshape(len(counts), counts[0], *t.shape[2:]) for t in (q, k, v))

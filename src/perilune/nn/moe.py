@@ -10,6 +10,7 @@ from perilune.nn.balancer import Balancer, QuantileBalancer
 from perilune.nn.glu import GLU, Activation
 from perilune.nn.norm import RMSNorm
 from perilune.nn.project import project
+from perilune.nn.recompute import recomputing
 from perilune.nn.routing import route
 from perilune.ops import grouped_experts, wide_linear
 from perilune.ops.quantile_bias import Groups
@@ -125,7 +126,9 @@ class StableLatentMoE(nn.Module):
         tokens = x.reshape(-1, x.shape[-1])  # [M, D]
         scores = self.gate(tokens)  # [M, E]
         ids, weights = route(scores, self.balancer.bias, self.top_k, **self.routing)
-        self.auxiliary_loss = self.balancer.observe(scores, ids, None if mask is None else mask.reshape(-1))
+        loss = self.balancer.observe(scores, ids, None if mask is None else mask.reshape(-1))
+        if not recomputing():
+            self.auxiliary_loss = loss
         down, shared = self.routed_expert_down_proj, self.shared_experts
         layers = [*([] if down is None else [down]), *([] if shared is None else [shared.gate_proj, shared.up_proj])]
         read = list(project(tokens, *layers))

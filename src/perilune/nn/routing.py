@@ -1,10 +1,13 @@
 """Which experts a token takes, and with which weights.  One function for training and inference."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from perilune.core.errors import ShapeError
 from perilune.nn.precision import at_least_float32
+from perilune.nn.recompute import decided
 from perilune.ops.route import route as route_ungrouped
 from perilune.ops.route import stable_topk
 
@@ -36,14 +39,19 @@ def route(
     kernel (`perilune.ops.route`), and derivatives are first order only.  Raises ShapeError.
     """
     scores = at_least_float32(scores)
-    if num_groups == 1:
-        return route_ungrouped(scores, bias, top_k, renormalize=renormalize, scaling=scaling)
-    biased = _only_best_groups(scores.detach() + bias.detach(), top_k, num_groups, topk_group, best_of_group)
-    ids = stable_topk(biased, top_k)[1]
-    weights = scores.gather(-1, ids)
-    if renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return ids, weights * scaling
+    weighed = partial(route_ungrouped, scores, bias, top_k, renormalize=renormalize, scaling=scaling)
+    if num_groups > 1:
+        groups = num_groups, topk_group, best_of_group
+        ids = decided(lambda: stable_topk(_only_best_groups(scores.detach() + bias.detach(), top_k, *groups), top_k)[1])
+        return weighed(ids=ids)
+    made: list[tuple[Tensor, Tensor]] = []
+
+    def choose() -> Tensor:
+        made.append(weighed())
+        return made[0][0]
+
+    ids = decided(choose)
+    return made[0] if made else weighed(ids=ids)
 
 
 def _only_best_groups(biased: Tensor, top_k: int, num_groups: int, topk_group: int, best_of_group: int) -> Tensor:

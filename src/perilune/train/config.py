@@ -6,7 +6,7 @@ from typing import Literal
 
 from perilune.core.config import Config, require
 from perilune.data.source import TextSource
-from perilune.models.k3.config import K3Config
+from perilune.models.k3.config import K3Config, Recompute
 from perilune.optim.schedule import LearningRateStage, Schedule
 
 LARGEST_RATE = 1e38
@@ -41,6 +41,9 @@ class Stage(Config):
     micro_tokens: int | None = None
     """Tokens that go through the model at once, at most: a step in micro-batches is the step in one pass, in less
     memory.  None for all of them."""
+    recompute: Recompute = "none"
+    """Of what the backward pass keeps the input alone and computes the rest again: `sublayers`, `layers`, or `blocks`,
+    which keeps least and takes longest (`K3Model.recompute_activations`)."""
     tokens: int
     """Length of the stage."""
     lr: float
@@ -136,6 +139,10 @@ class Run(Config):
         require(
             len(set(names)) == len(names),
             "stages", "a name of its own for each", ", ".join(names), "what a run writes is told apart by them",
+        )  # fmt: skip
+        require(
+            self.model.residual_period is not None or all(stage.recompute != "blocks" for stage in self.stages),
+            "recompute", "none, sublayers or layers without attention residuals", "blocks", "say layers",
         )  # fmt: skip
         require(0 <= self.seed < 2**63, "seed", "a number from 0 to below 2^63", self.seed, "any will do")
         _at_least(self, 1, "load_window", advice="50 steps serve well")

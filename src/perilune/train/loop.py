@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.profiler import record_function
 
-from perilune.core.errors import PeriluneError
+from perilune.core.errors import ConfigError, PeriluneError
 from perilune.data.packing import Batch
 from perilune.data.tokenizer import ByteBPE
 from perilune.models.k3 import K3Model, K3Output
@@ -272,20 +272,23 @@ class Trainer:
         """One optimizer step, in micro-batches where the stage asks for them.
 
         Raises Diverged where the loss or its gradient is no number, ConfigError where a document of the batch is longer
-        than a micro-batch may be; whatever is raised, model and optimizer are left as they were.
+        than a micro-batch may be or the device's memory too small; either leaves model and optimizer as they were.
         """
         tokens = self.tokens_done + batch.input_ids.numel()
         parts = cut(batch, self.stage.micro_tokens)
         self._set_lr(self._next_lr())
         clipping = self._clipping()
         self.model.train()
+        self.model.recompute_activations(self.stage.recompute)
         try:
             whole = self._whole_step(batch, parts)
             for attention in self.attentions.values():
                 attention.track_max_logits = clipping
             update = self._checked(self._accumulate(parts, whole), tokens)
-        except BaseException:
+        except BaseException as error:
             self._discard()
+            if isinstance(error, torch.OutOfMemoryError):
+                raise ConfigError(self._too_large(parts)) from error
             raise
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -295,6 +298,13 @@ class Trainer:
         self.steps_done += 1
         self.tokens_done = tokens
         return update
+
+    def _too_large(self, parts: list[Batch]) -> str:
+        stage, largest = f"stages.{self._stage_index}", max(part.input_ids.numel() for part in parts)
+        return (
+            f"{stage}.micro_tokens: expected as many as {self.device} has memory for, got {largest:,} at once; "
+            f"lower it, or keep less with {stage}.recompute=layers, or blocks"
+        )
 
     def _whole_step(self, batch: Batch, parts: list[Batch]) -> dict[str, list[int]] | None:
         """What the losses of parts need to know of the whole step; None where it is in one part.

@@ -50,7 +50,7 @@ class Comparison(Operation):
 
     def reasons(self, inputs: Inputs) -> Mapping[str, str]:
         (scores,) = inputs.leaves
-        return ROUTE.choice(scores, scores[0], 1, True, 1.0)[1]
+        return ROUTE.choice(scores, scores[0], 1, True, 1.0, None)[1]
 
 
 CASE = Comparison(

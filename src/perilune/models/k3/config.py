@@ -27,6 +27,12 @@ RESPELLED = {  # keys of linear_attn_config as `transformers` writes them
 OWN = ("layer_types", "balance", "mtp_loss_weight", "balance_loss_weight", "answer_loss_weight")
 
 
+Recompute = Literal["none", "sublayers", "layers", "blocks"]
+"""What the backward pass keeps instead of all activations: the input of every sublayer and mixer; of every layer; or of
+every block of attention residuals, which is their bank and nothing beside it.  The rest is computed again, in `blocks`
+once more within each block."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LinearAttentionConfig(Config):
     """`linear_attn_config`: the KDA layers, and which layers they are (counted from 1, as the releases do)."""

@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from perilune.models.k3.attention import kind_of
 from perilune.models.k3.config import K3Config
 from perilune.nn import GLU, BlockAttnRes, DepthStream, RMSNorm, StableLatentMoE
 from perilune.nn.balancer import balancer
 from perilune.nn.glu import Activation
+from perilune.nn.recompute import recomputed
 from perilune.ops.autocast import dtype_for_products
 from perilune.ops.quantile_bias import Groups
 
@@ -99,9 +99,7 @@ class DecoderLayer(nn.Module):
 
     def _run(self, sublayer: Callable[..., Tensor], *args: Any) -> Tensor:
         """The sublayer; with `recompute` only its input is kept for the backward pass."""
-        if self.recompute and self.training and torch.is_grad_enabled():
-            return checkpoint(sublayer, *args, use_reentrant=False)
-        return sublayer(*args)
+        return recomputed(sublayer, *args) if self.recompute and self.training else sublayer(*args)
 
 
 class MTPLayer(nn.Module):
@@ -122,7 +120,7 @@ class MTPLayer(nn.Module):
         self.norm = RMSNorm(d, eps)
 
     def forward(
-        self, h: Tensor, embedding: Tensor, *, cu_seqlens: Sequence[int] | None, mask: Tensor | None
+        self, h: Tensor, embedding: Tensor, cu_seqlens: Sequence[int] | None, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """`h`, `embedding` (of each next token): [B, T, D].  Returns h' and its norm, which goes to the head."""
         dtype = dtype_for_products(h)

@@ -4,19 +4,20 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from perilune.core.errors import ShapeError
-from perilune.models.k3.config import K3Config
+from perilune.core.errors import ConfigError, ShapeError
+from perilune.models.k3.config import K3Config, Recompute
 from perilune.models.k3.layer import DecoderLayer, MTPLayer
 from perilune.models.k3.roles import parameter_roles
 from perilune.nn import BlockAttnRes, DepthStream, GatedMLA, HybridCache, RMSNorm, StableLatentMoE, initialize_
 from perilune.nn.balancer import Balancer
 from perilune.nn.norm import GatedHeadNorm
+from perilune.nn.recompute import recomputed
 from perilune.ops import linear_cross_entropy
 from perilune.ops.autocast import dtype_for_products
 from perilune.ops.cross_entropy import IGNORED
@@ -54,13 +55,40 @@ class Backbone(nn.Module):
         self.output_attn_res = BlockAttnRes(config.hidden_size, config.rms_norm_eps) if mixers else None
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mtp = nn.ModuleList(MTPLayer(config) for _ in range(config.num_nextn_predict_layers))
+        self.recompute: Recompute = "none"
 
     def forward(self, input_ids: Tensor, cache: HybridCache | None, cu_seqlens: Sequence[int] | None) -> Tensor:
         """The features before the last norm: [B, T] to [B, T, D]."""
         stream = DepthStream(self.embed_tokens(input_ids), self.period)
-        for i, layer in enumerate(self.layers):
-            layer(stream, cache=None if cache is None else cache.layers[i], cu_seqlens=cu_seqlens)
+        if self.training and self.recompute in ("layers", "blocks"):
+            for first, last in itertools.pairwise(self._unit_edges()):
+                climb = self._climb_layers if self.recompute == "blocks" else self._climb
+                sources = recomputed(climb, first, last, cu_seqlens, *stream.sources)
+                stream = DepthStream.resume(sources, self.period, 2 * last)
+        else:
+            for i, layer in enumerate(self.layers):
+                layer(stream, cache=None if cache is None else cache.layers[i], cu_seqlens=cu_seqlens)
         return stream.mixed(self.output_attn_res)
+
+    def _unit_edges(self) -> list[int]:
+        """Where the layers begin that are recomputed together, and the end: those of a block, or every one."""
+        period = self.period if self.recompute == "blocks" and self.period is not None else 1
+        return [i for i in range(len(self.layers)) if 2 * i % period == 0] + [len(self.layers)]
+
+    def _climb(self, first: int, last: int, cu_seqlens: Sequence[int] | None, *sources: Tensor) -> tuple[Tensor, ...]:
+        """A stream's sources before layer `first` to those before layer `last`."""
+        stream = DepthStream.resume(sources, self.period, 2 * first)
+        for layer in self.layers[first:last]:
+            layer(stream, cu_seqlens=cu_seqlens)
+        return tuple(stream.sources)
+
+    def _climb_layers(
+        self, first: int, last: int, cu_seqlens: Sequence[int] | None, *sources: Tensor
+    ) -> tuple[Tensor, ...]:
+        """The same; while it is recomputed, it keeps the layers' inputs and one layer whole."""
+        for i in range(first, last):
+            sources = recomputed(self._climb, i, i + 1, cu_seqlens, *sources)
+        return sources
 
 
 class K3Model(nn.Module):
@@ -183,7 +211,8 @@ class K3Model(nn.Module):
             for layer, number in zip(self.model.mtp, counts.get("mtp") or itertools.repeat(None)):
                 known = following != IGNORED
                 embedding = self.model.embed_tokens(following.clamp(min=0))
-                h, features = layer(h, embedding, cu_seqlens=cu, mask=known)
+                whole = self.model.recompute in ("layers", "blocks")
+                h, features = recomputed(layer, h, embedding, cu, known) if whole else layer(h, embedding, cu, known)
                 following, targets = shifted(following, cu), shifted(targets, cu)
                 further.append(self._cross_entropy(features, targets, number))
             losses["mtp"] = torch.stack(further).mean()
@@ -234,10 +263,21 @@ class K3Model(nn.Module):
         """Every MLA layer by module name: what QK-clip watches."""
         return {name: m for name, m in self.named_modules() if isinstance(m, GatedMLA)}
 
-    def recompute_activations(self, on: bool = True) -> None:
-        """Keeps only sublayer inputs for the backward pass and computes the rest again there."""
+    def recompute_activations(self, unit: Recompute = "sublayers") -> None:
+        """Keeps for the backward pass the inputs of every `unit` alone and computes the rest again there.
+
+        "sublayers": attention and feed-forward each, mixers outside; one of them is alive at a time in the backward.
+        "layers": whole layers, mixers inside; of a layer the live sum is kept, and the bank of finished blocks once.
+        "blocks": the bank alone; a block is recomputed keeping its layers' inputs, a layer then again.
+        "none": everything is kept.  Results are the same to the bit (on a GPU: of the same kernels run again).
+        """
+        if unit not in get_args(Recompute):
+            raise ConfigError(f"recompute: expected one of {', '.join(get_args(Recompute))}, got {unit!r}; choose one")
+        if unit == "blocks" and self.config.residual_period is None:
+            raise ConfigError('recompute: expected no "blocks" in a model without attention residuals; say "layers"')
+        self.model.recompute = unit
         for layer in self._decoder_layers():
-            layer.recompute = on
+            layer.recompute = unit == "sublayers"
 
     def compile_norms(self, **options: Any) -> None:
         """Every norm, with the gate behind it where there is one, in one kernel each way: `torch.compile` with these

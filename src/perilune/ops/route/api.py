@@ -34,19 +34,31 @@ def stable_topk(scores: Tensor, k: int, *, backend: str = "auto") -> tuple[Tenso
 
 
 def route(
-    scores: Tensor, bias: Tensor, top_k: int, *, renormalize: bool = True, scaling: float = 1.0, backend: str = "auto"
+    scores: Tensor,
+    bias: Tensor,
+    top_k: int,
+    *,
+    ids: Tensor | None = None,
+    renormalize: bool = True,
+    scaling: float = 1.0,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Chooses by s + b, weighs by s: `perilune.nn.routing.route` without groups of experts.
 
-    scores: `[..., E]`; bias: `[E]`, without a gradient.  Returns ids, weights `[..., top_k]`, the weights in float32
-    (float64 for float64).  backend: as of `stable_topk`.
+    scores: `[..., E]`; bias: `[E]`, without a gradient.  ids: `[..., top_k]` int64, if they are chosen already, which
+    are only weighed then.  Returns ids, weights `[..., top_k]`, the weights in float32 (float64 for float64).
+    backend: as of `stable_topk`.
     Raises ShapeError where the tensors do not fit, BackendError for a backend that cannot serve the call.
     """
     check(scores, top_k)
     if bias.shape != scores.shape[-1:]:
         raise ShapeError(f"bias: expected [{scores.shape[-1]}], got {list(bias.shape)}; one for every expert")
+    if ids is not None and (ids.shape != (*scores.shape[:-1], top_k) or ids.dtype != torch.int64):
+        raise ShapeError(
+            f"ids: expected int64 {[*scores.shape[:-1], top_k]}, got {ids.dtype} {list(ids.shape)}; top_k of every row"
+        )
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    arguments = (scores, bias.detach(), top_k, renormalize, scaling)
+    arguments = (scores, bias.detach(), top_k, renormalize, scaling, ids)
     return ROUTE.pick(backend, *arguments)(*arguments)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from perilune.ops.blocks import as_rows
 from perilune.ops.first_order import first_order
+from perilune.ops.route import reference
 
 TRITON = find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")  # as Triton reads it
@@ -20,14 +21,16 @@ MOST = 32  # chosen: they are found one after the other
 @torch.compiler.disable  # a compiled function calls the kernels as they are, between its graphs
 def stable_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """See the public function."""
-    ids, values = _Route.apply(scores, None, k, False, 1.0)
+    ids, values = _Route.apply(scores, None, k, False, 1.0, None)
     return values, ids
 
 
 @torch.compiler.disable
-def route(scores: Tensor, bias: Tensor, top_k: int, renormalize: bool, scaling: float) -> tuple[Tensor, Tensor]:
+def route(
+    scores: Tensor, bias: Tensor, top_k: int, renormalize: bool, scaling: float, ids: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """See the public function."""
-    return _Route.apply(scores, bias, top_k, renormalize, scaling)
+    return _Route.apply(scores, bias, top_k, renormalize, scaling, ids)
 
 
 def topk_refuses(scores: Tensor, k: int) -> str | None:
@@ -43,7 +46,9 @@ def topk_refuses(scores: Tensor, k: int) -> str | None:
     return None
 
 
-def refuses(scores: Tensor, bias: Tensor, top_k: int, renormalize: bool, scaling: float) -> str | None:
+def refuses(
+    scores: Tensor, bias: Tensor, top_k: int, renormalize: bool, scaling: float, ids: Tensor | None
+) -> str | None:
     """Why the kernels cannot serve a call, or None."""
     if bias.dtype not in DTYPES or bias.device != scores.device:
         return f"scores are {scores.dtype} on {scores.device}, and the bias is {bias.dtype} on {bias.device}"
@@ -60,15 +65,19 @@ class _Route(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, scores: Tensor, bias: Tensor | None, k: int, renormalize: bool, scaling: float
+        ctx: Any, scores: Tensor, bias: Tensor | None, k: int, renormalize: bool, scaling: float, chosen: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         from perilune.ops.route.kernels import route_kernel
 
         rows = as_rows(scores)
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         M, E = rows.shape
-        ids, weights = rows.new_empty(M, k, dtype=torch.int64), rows.new_empty(M, k)
-        if M:
+        if chosen is not None:  # when a layer is computed again, and so not in most steps
+            ids = chosen.reshape(M, k)
+            weights = reference.weigh(rows, ids, renormalize, scaling)
+        else:
+            ids, weights = rows.new_empty(M, k, dtype=torch.int64), rows.new_empty(M, k)
+        if M and chosen is None:
             route_kernel[(M,)](
                 rows, rows.stride(0), None if bias is None else bias.contiguous(), ids, weights, E, k, float(scaling),
                 RENORMALIZE=renormalize, BLOCK=ceiling(E), COUNT=ceiling(k), num_warps=1,
@@ -94,4 +103,4 @@ class _Route(torch.autograd.Function):
                 rows, rows.stride(0), ids, dweights.contiguous(), dscores, E, scaling,
                 RENORMALIZE=renormalize, BLOCK=ceiling(E), K=k, num_warps=1,
             )  # fmt: skip
-        return dscores.view(ctx.shape), None, None, None, None
+        return dscores.view(ctx.shape), None, None, None, None, None

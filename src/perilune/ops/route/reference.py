@@ -21,11 +21,17 @@ def stable_topk(scores: Tensor, k: int, ids_of: TopK = topk) -> tuple[Tensor, Te
 
 
 def route(
-    scores: Tensor, bias: Tensor, top_k: int, renormalize: bool, scaling: float, ids_of: TopK = topk
+    scores: Tensor, bias: Tensor, top_k: int, renormalize: bool, scaling: float, ids: Tensor | None, ids_of: TopK = topk
 ) -> tuple[Tensor, Tensor]:
     """See the public function."""
-    ids = ids_of(scores.detach() + bias.detach(), top_k)
+    if ids is None:
+        ids = ids_of(scores.detach() + bias.detach(), top_k)
+    return ids, weigh(scores, ids, renormalize, scaling)
+
+
+def weigh(scores: Tensor, ids: Tensor, renormalize: bool, scaling: float) -> Tensor:
+    """The weights of what was chosen: [..., top_k]."""
     weights = scores.gather(-1, ids)
     if renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return ids, weights * scaling
+    return weights * scaling
