@@ -1,24 +1,38 @@
 """Bytes kept for the backward pass: the formulas against what autograd saves on a CPU."""
 
+from itertools import pairwise
+from operator import sub
+from typing import get_args
+
 import pytest
 import torch
-from kept import kept_bytes
+from kept import kept_bytes, saved_by
 
 import tiny_k3
 from perilune.models.k3 import K3Config, K3Model, presets
+from perilune.models.k3.config import Recompute
 from perilune.ops.kda.kernels.chunks import chunks_of
 from perilune.ops.kda.kernels.workspace import Flow, Records
-from perilune.plan.activations import kda_records, kda_workspace, kept_in_all
+from perilune.plan.activations import kda_records, kda_workspace, kept_in_all, largest_stretch
+from perilune.plan.layout import stages
+from perilune.plan.sizes import sizes
 
 TOKENS = 1024
 BAND = 0.002
 """Formula over measurement, on either side of 1: states between chunks and a few numbers a head are left out."""
 
 
-def measured(config: K3Config, *, recompute: bool, dtype: torch.dtype = torch.float32) -> int:
+def measured(
+    config: K3Config, *, recompute: Recompute, dtype: torch.dtype = torch.float32, tokens: int = TOKENS
+) -> int:
     model = K3Model(config).to(dtype).train()
-    model.recompute_activations("sublayers" if recompute else "none")
-    return kept_bytes(model, torch.randint(config.vocab_size, (1, TOKENS)))
+    model.recompute_activations(recompute)
+    return kept_bytes(model, torch.randint(config.vocab_size, (1, tokens)))
+
+
+def kinds_of(config: K3Config) -> tuple[Recompute, ...]:
+    kinds = get_args(Recompute)
+    return kinds if config.residual_period is not None else kinds[:-1]
 
 
 LINEAR = tiny_k3.config().linear_attn_config
@@ -34,29 +48,65 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("name", CASES)
-def test_what_autograd_saves(name: str, recompute: bool) -> None:
+def test_what_autograd_saves(name: str) -> None:
     config = CASES[name]
-    paper = kept_in_all(config, TOKENS, 4, recompute=recompute, fused=False)
-    assert paper == pytest.approx(measured(config, recompute=recompute), rel=BAND)
+    for recompute in kinds_of(config):
+        paper = kept_in_all(config, TOKENS, 4, recompute=recompute, fused=False)
+        assert paper == pytest.approx(measured(config, recompute=recompute), rel=BAND), recompute
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("name", CASES)
-def test_what_autograd_saves_in_bfloat16(name: str, recompute: bool) -> None:
+def test_what_autograd_saves_in_bfloat16(name: str) -> None:
     """Without experts, which a CPU computes in float32 whatever they are given."""
     config = CASES[name].replace(num_experts=0)
-    paper = kept_in_all(config, TOKENS, 2, recompute=recompute, fused=False)
-    assert paper == pytest.approx(measured(config, recompute=recompute, dtype=torch.bfloat16), rel=3 * BAND)
+    for recompute in kinds_of(config):
+        paper = kept_in_all(config, TOKENS, 2, recompute=recompute, fused=False)
+        found = measured(config, recompute=recompute, dtype=torch.bfloat16)
+        assert paper == pytest.approx(found, rel=3 * BAND), recompute
+
+
+@pytest.mark.parametrize("name", ["nano", "plain residual", "full attention residuals", "no low ranks"])
+def test_what_autograd_saves_in_a_runs_bfloat16(name: str) -> None:
+    """As `perilune train` works: weights and stream float32, products bfloat16.  By tokens: weights' copies are left
+    out, which are no activations."""
+    config = CASES[name].replace(num_experts=0)
+    for recompute in kinds_of(config):
+        with torch.autocast("cpu", torch.bfloat16):
+            few, many = (measured(config, recompute=recompute, tokens=n) for n in (TOKENS, 2 * TOKENS))
+        paper = (kept_in_all(config, n * TOKENS, 2, 4, recompute=recompute, fused=False) for n in (1, 2))
+        assert -sub(*paper) == pytest.approx(many - few, rel=3 * BAND), recompute
+
+
+@pytest.mark.parametrize("name", ["nano", "tiny", "plain residual", "full attention residuals"])
+def test_what_is_alive_while_it_is_recomputed(name: str) -> None:
+    """Of the functions that run again, the one that saves most; of a block its live sums, and one sublayer."""
+    config = CASES[name]
+    model = K3Model(config).train()
+    backbone, (stage,) = model.model, stages(config, sizes(config), 1)
+    before = [(backbone.embed_tokens(torch.randint(config.vocab_size, (1, TOKENS))),)]
+    alive = {}
+    for recompute in kinds_of(config)[1:]:
+        model.recompute_activations(recompute)
+        climb = backbone._climb_by_sublayers if recompute == "blocks" else backbone._climb
+        stretches = []
+        for first, last in pairwise(backbone._stretches()):
+            sources, size = saved_by(model, climb, first, last, None, *before[first])
+            stretches.append(size)
+            if recompute == "sublayers":
+                before.append(sources)
+        alive[recompute] = max(stretches) + (alive["sublayers"] if recompute == "blocks" else 0)
+        paper = largest_stretch(config, stage.sorts, stage.mixers, 4, 4, recompute, fused=False)
+        assert TOKENS * paper == pytest.approx(alive[recompute], rel=0.02), recompute
 
 
 def test_logits_are_no_part_of_it() -> None:
     """Twice the words: the head's gradient grows by its weight, and nothing by a token."""
     few, many = presets.nano(), presets.nano().replace(vocab_size=4096)
-    more = measured(many, recompute=True) - measured(few, recompute=True)
+    more = measured(many, recompute="layers") - measured(few, recompute="layers")
     assert more == 2048 * 128 * 4
-    assert more == kept_in_all(many, TOKENS, 4, recompute=True) - kept_in_all(few, TOKENS, 4, recompute=True)
+    paper = (kept_in_all(config, TOKENS, 4, recompute="layers") for config in (many, few))
+    assert more == sub(*paper)
 
 
 @pytest.mark.parametrize(("rows", "T", "H"), [(1, 8192, 96), (1, 65536, 32), (8, 4096, 16), (1, 32768, 8)])

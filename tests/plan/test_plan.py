@@ -28,7 +28,7 @@ from perilune.plan.traffic import BACKWARD, CONVOLUTION, GATED_NORM, NORM, SITU
 
 H200 = GPUS["h200"]
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-ALONE = Layout(1, 1, 1, 1, "weights", False, 1)
+ALONE = Layout(1, 1, 1, 1, "weights", "none", 1)
 WORK = Work("8k", 8192, 2**17, 2**20)
 
 
@@ -76,10 +76,10 @@ def test_stages_hold_everything_once(number: int) -> None:
 def test_sharing_among_more_takes_less() -> None:
     config = presets.get("1b")
     (stage,) = stages(config, sizes(config), 1)
-    one, eight = (memory(config, stage, Layout(n, 1, 1, 1, "weights", False, 1), WORK) for n in (1, 8))
-    assert sum(one.states.values()) == pytest.approx(8 * sum(eight.states.values()))
-    assert one.passes == eight.passes
-    whole = memory(config, stage, Layout(8, 1, 1, 1, "states", False, 1), WORK)
+    two, eight = (memory(config, stage, Layout(n, 1, 1, 1, "weights", "none", 1), WORK) for n in (2, 8))
+    assert sum(two.states.values()) == pytest.approx(4 * sum(eight.states.values()))
+    assert two.passes == eight.passes
+    whole = memory(config, stage, Layout(8, 1, 1, 1, "states", "none", 1), WORK)
     assert whole.states["gradients"] == 4 * stage.share.total
     assert whole.states["master weights"] == eight.states["master weights"]
 

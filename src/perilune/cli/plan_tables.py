@@ -78,6 +78,13 @@ def show(name: str, kind: str, gpu: Gpu, config: K3Config, plans: Sequence[Plan]
     for plan in plans:
         for reason in plan.reasons:
             console.print(f"{plan.work.name}: {reason}", soft_wrap=True, highlight=False)
+    if gpus == 1:
+        for plan in plans:
+            layout = plan.proposal.layout
+            changes = f"micro_tokens={layout.micro_tokens(plan.work)} recompute={layout.recompute}"
+            console.print(
+                f"{plan.work.name}, as its stage says it to train: {changes}", soft_wrap=True, highlight=False
+            )
     seconds = sum(plan.seconds for plan in plans)
     console.print(
         f"{human(sum(plan.work.tokens for plan in plans))} tokens in {days(seconds)}, "
@@ -100,7 +107,7 @@ def _overview(title: str, gpu: Gpu, config: K3Config, plans: Sequence[Plan]) -> 
         ("data x context x pipeline", [f"{x.data} x {x.context} x {x.pipeline}" for x in layouts]),
         ("experts over", [f"{x.expert} GPUs" if x.expert > 1 else "none" for x in layouts]),
         ("sharded", ["nothing" if x.shards == 1 else x.sharding for x in layouts]),
-        ("activations", ["recomputed" if x.recompute else "kept" for x in layouts]),
+        ("activations", ["kept" if x.recompute == "none" else f"{x.recompute} recomputed" for x in layouts]),
         ("micro-batches x sequences", [f"{x.micro_batches(work)} x {x.rows}" for x, work in zip(layouts, works)]),
         ("GB a GPU", [f"{plan.proposal.memory.peak / 1e9:.1f} of {gpu.memory / 1e9:.0f}" for plan in plans]),
         ("tokens a second", [f"{plan.tokens_per_second:,.0f}" for plan in plans]),

@@ -1,13 +1,15 @@
 """Bytes of activations that the graph keeps from the forward pass to the backward, and those a pass needs meanwhile.
 
 Each formula follows one sublayer as it is written: what its autograd functions save, every tensor once.  b is the bytes
-of an activation's number: 2 for bfloat16, 4 for float32.
+of an activation's number: 2 for bfloat16, 4 for float32.  s is the same of the depth stream, what sublayers read and
+add to: 4 where weights are float32 and products bfloat16 (`torch.autocast`), b elsewhere.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from perilune.models.k3 import K3Config
+from perilune.models.k3.config import Recompute
 from perilune.models.k3.flops import KDA_CHUNK, mixer_sources
 from perilune.ops.blocks import DEVICE_BLOCK
 from perilune.ops.kda.kernels.chunks import LARGE, LEAST, TURNS
@@ -31,9 +33,9 @@ def kept_by_norm(width: int, b: int) -> float:
     return 4 * width + 4 + b * width
 
 
-def kept_by_attention(config: K3Config, i: int, b: int, *, fused: bool) -> float:
+def kept_by_attention(config: K3Config, i: int, b: int, s: int, *, fused: bool) -> float:
     """The first sublayer of layer i, its norm included.  fused: by KDA's GPU kernels, not the chunked form."""
-    normed = kept_by_norm(config.hidden_size, b) + b * config.hidden_size
+    normed = kept_by_norm(config.hidden_size, s) + b * config.hidden_size
     return normed + (_kept_by_kda(config, b, fused) if config.attention(i) == "kda" else _kept_by_mla(config, b))
 
 
@@ -62,9 +64,9 @@ def _kept_by_mla(config: K3Config, b: int) -> float:
     return kept + b * H * value
 
 
-def kept_by_feed(config: K3Config, i: int, b: int) -> float:
+def kept_by_feed(config: K3Config, i: int, b: int, s: int) -> float:
     """The second sublayer of layer i, its norm included."""
-    normed = kept_by_norm(config.hidden_size, b) + b * config.hidden_size
+    normed = kept_by_norm(config.hidden_size, s) + b * config.hidden_size
     return normed + (_kept_by_moe(config, b) if config.is_moe(i) else 3 * b * config.intermediate_size)
 
 
@@ -79,38 +81,75 @@ def _kept_by_moe(config: K3Config, b: int) -> float:
     return kept + 3 * b * F * config.num_shared_experts
 
 
-def kept_by_mixers(config: K3Config, sources: Sequence[int], b: int) -> float:
-    """Of mixers that read so many sources each: every live sum, finished blocks among them; two numbers a source."""
-    return float(b * config.hidden_size * len(sources) + 8 * sum(sources))
+def kept_by_stream(config: K3Config, sources: Sequence[int], layers: range, s: int, recompute: Recompute) -> float:
+    """What is kept between sublayers: every live sum that a mixer reads, finished blocks among them, and two numbers a
+    source.  With recomputation, the live sums before the stretches and what the mixer behind the last reads.
+
+    sources: how many the mixers of these layers read, in their order, the last one's included where it is here.
+    """
+    D, last = config.hidden_size, sources[2 * len(layers) :]
+    if recompute != "none":
+        return float(s * D * (held_sums(config, layers, recompute) + len(last)) + 8 * sum(last))
+    return float(s * D * len(sources) + 8 * sum(sources))
 
 
-def kept_layers(config: K3Config, layers: Alike, b: int, *, recompute: bool, fused: bool = True) -> float:
-    """Bytes a token that those layers keep; with `recompute` the input of each sublayer alone."""
-    if recompute:
-        return 2.0 * b * config.hidden_size * sum(count for _, count in layers)
-    return sum(n * (kept_by_attention(config, i, b, fused=fused) + kept_by_feed(config, i, b)) for i, n in layers)
+def held_sums(config: K3Config, layers: range, recompute: Recompute) -> int:
+    """How many live sums outlast the stretches that are recomputed: those before each, and finished blocks."""
+    stretch = sublayers_of_a_stretch(config, recompute)
+    period = config.residual_period or stretch
+    reads = range(2 * layers.start, 2 * layers.stop)
+    return len([read for read in reads if read % stretch == 0 or read % period == 0 or read == reads.start])
 
 
-def kept_by_head(config: K3Config, b: int) -> float:
+def sublayers_of_a_stretch(config: K3Config, recompute: Recompute) -> int:
+    """How many are recomputed together, at most."""
+    stretches = {"none": 1, "sublayers": 1, "layers": 2, "blocks": max(config.residual_period or 1, 2)}
+    return min(stretches[recompute], 2 * config.num_hidden_layers)
+
+
+def kept_layers(config: K3Config, layers: Alike, b: int, s: int, *, recompute: Recompute, fused: bool = True) -> float:
+    """Bytes a token that those layers keep beside the stream."""
+    if recompute != "none":
+        return 0.0
+    return sum(n * (kept_by_attention(config, i, b, s, fused=fused) + kept_by_feed(config, i, b, s)) for i, n in layers)
+
+
+def kept_by_head(config: K3Config, b: int, s: int) -> float:
     """The last norm, the gradient of its output; what stays of the head's weight is no token's."""
-    return kept_by_norm(config.hidden_size, b) + b * config.hidden_size
+    return kept_by_norm(config.hidden_size, s) + b * config.hidden_size
 
 
-def kept_in_all(config: K3Config, tokens: int, b: int, *, recompute: bool, fused: bool = True) -> float:
+def kept_in_all(
+    config: K3Config, tokens: int, b: int, s: int | None = None, *, recompute: Recompute, fused: bool = True
+) -> float:
     """Bytes that the graph of one forward pass over `tokens` keeps, without layers that predict further."""
-    layers = alike(config, range(config.num_hidden_layers))
-    each = kept_layers(config, layers, b, recompute=recompute, fused=fused)
-    each += kept_by_mixers(config, mixer_sources(config), b) + kept_by_head(config, b) + 8  # the ids
+    s, layers = s or b, range(config.num_hidden_layers)
+    each = kept_layers(config, alike(config, layers), b, s, recompute=recompute, fused=fused)
+    each += kept_by_stream(config, mixer_sources(config), layers, s, recompute)
+    each += kept_by_head(config, b, s) + 8  # the ids
     return tokens * each + b * config.vocab_size * config.hidden_size  # the gradient of the head's weight
 
 
 # At one time
 
 
-def largest_sublayer(config: K3Config, layers: Alike, b: int) -> float:
-    """Bytes a token of the sublayer that keeps most: with `recompute`, one is alive at a time."""
-    kept = (max(kept_by_attention(config, i, b, fused=True), kept_by_feed(config, i, b)) for i, _ in layers)
-    return max(kept, default=0.0)
+def largest_stretch(
+    config: K3Config, layers: Alike, sources: Sequence[int], b: int, s: int, recompute: Recompute, *, fused: bool = True
+) -> float:
+    """Bytes a token that are alive while a stretch runs again, at most: a sublayer or a layer; of a block every live
+    sum but the first, and one sublayer.
+
+    sources: as `kept_by_stream` takes them.
+    """
+    if recompute == "none":
+        return 0.0
+    D, again = config.hidden_size, sublayers_of_a_stretch(config, recompute)
+    pairs = [(kept_by_attention(config, i, b, s, fused=fused), kept_by_feed(config, i, b, s)) for i, _ in layers]
+    one = (sum(pair) for pair in pairs) if recompute == "layers" else (max(pair) for pair in pairs)
+    if not sources:  # the first norm reads, and keeps in float32, what is kept anyway
+        return max(one, default=0.0) - (4 * D if s == 4 else 0)
+    numbers = 8.0 * max(sources) * (again if recompute == "layers" else 1)
+    return max(one, default=0.0) + s * D * (again - 1) + numbers
 
 
 def backward_workspace(config: K3Config, layers: Alike, tokens: int, b: int) -> float:

@@ -7,6 +7,7 @@ from operator import add
 from typing import Literal
 
 from perilune.models.k3 import K3Config
+from perilune.models.k3.config import Recompute
 from perilune.models.k3.flops import mixer_sources
 from perilune.plan.activations import Alike, alike
 from perilune.plan.sizes import Share, Sizes
@@ -48,8 +49,8 @@ class Layout:
     sharding: Sharding
     """What is spread over data x context: weights too, gathered layer by layer (FSDP), or the optimizer's states and
     masters alone (ZeRO-1), weights and gradients staying whole through a step."""
-    recompute: bool
-    """Whether a sublayer keeps its input alone."""
+    recompute: Recompute
+    """What keeps its input alone."""
     rows: int
     """Sequences of a micro-batch."""
 

@@ -1,25 +1,27 @@
 """Bytes on one GPU, part by part: what stays, what a forward and backward pass need, what the optimizer's step needs.
 
 Masters, gradients and the optimizer's states are float32 (PerHeadMuon's have the dtype of its parameters), what layers
-multiply is bfloat16: FSDP2's mixed precision.
+multiply is bfloat16.  On several GPUs as under FSDP2's mixed precision, the depth stream bfloat16 too; on one as
+`perilune train` works, under `torch.autocast`: the stream float32, weights cast where they are used.
 """
 
 from dataclasses import dataclass
 
 from perilune.models.k3 import K3Config
+from perilune.models.k3.config import Recompute
 from perilune.plan.activations import (
     backward_workspace,
     head_workspace,
     kept_by_head,
-    kept_by_mixers,
+    kept_by_stream,
     kept_layers,
     keys_and_values,
-    largest_sublayer,
+    largest_stretch,
 )
 from perilune.plan.layout import Layout, Stage, Work
 from perilune.plan.sizes import Share
 
-MASTER, GRADIENT, MOMENTUM, MOMENTS, HALF = 4, 4, 4, 8, 2  # bytes a parameter
+MASTER, GRADIENT, MOMENTUM, MOMENTS, HALF, WIDE = 4, 4, 4, 8, 2, 4  # bytes a parameter, or a number
 
 
 @dataclass(frozen=True)
@@ -57,25 +59,29 @@ def _states(share: Share, layout: Layout) -> dict[str, float]:
 
 
 def _passes(config: K3Config, stage: Stage, layout: Layout, work: Work) -> dict[str, float]:
-    D, b, tokens = config.hidden_size, HALF, layout.micro_tokens(work)
+    D, b, s, tokens = config.hidden_size, HALF, _stream_bytes(layout), layout.micro_tokens(work)
     in_flight = min(layout.micro_batches(work), stage.ahead)
     parts = {
-        "activations": in_flight * tokens * kept_layers(config, stage.sorts, b, recompute=layout.recompute),
-        "attention residuals' bank": in_flight * tokens * _stream(config, stage, b),
+        "activations": in_flight * tokens * kept_layers(config, stage.sorts, b, s, recompute=layout.recompute),
+        "attention residuals' bank": in_flight * tokens * _stream(config, stage, s, layout.recompute),
     }
     if layout.context > 1 and (latent := sum(n for i, n in stage.sorts if config.attention(i) == "mla")):
         # Of the rest of the sequence, kept by every layer or by the one that is recomputed, and their gradients once
         others = layout.rows * work.context - tokens
-        kept = 1 if layout.recompute else in_flight * latent
+        kept = 1 if layout.recompute != "none" else in_flight * latent
         parts["keys and values of whole sequences"] = (kept + 1) * others * keys_and_values(config, b)
-    if layout.recompute:
-        parts["one sublayer, recomputed"] = tokens * largest_sublayer(config, stage.sorts, b)
+    if layout.recompute != "none":
+        one = {"sublayers": "one sublayer", "layers": "one layer", "blocks": "one block's live sums, one sublayer"}
+        largest = largest_stretch(config, stage.sorts, stage.mixers, b, s, layout.recompute)
+        parts[f"{one[layout.recompute]}, recomputed"] = tokens * largest
     parts["workspace of a sublayer's backward"] = backward_workspace(config, stage.sorts, tokens, b)
     if stage.last:
         parts["head: loss and gradients"] = (
-            tokens * kept_by_head(config, b) + b * config.vocab_size * D + head_workspace(config, tokens)
+            tokens * kept_by_head(config, b, s) + b * config.vocab_size * D + head_workspace(config, tokens)
         )
-    if layout.sharding == "weights":
+    if layout.gpus == 1:
+        parts["weights in bfloat16"] = HALF * (stage.share.total if layout.recompute == "none" else stage.largest.total)
+    elif layout.sharding == "weights":
         layer = stage.largest.dense + stage.largest.experts / layout.expert
         ends = config.vocab_size * D * (stage.last or stage.layers.start == 0)
         # Two layers' weights, the next one on its way; one layer's gradients, and in float32 to be summed
@@ -88,10 +94,15 @@ def _passes(config: K3Config, stage: Stage, layout: Layout, work: Work) -> dict[
     return {name: size for name, size in parts.items() if size}
 
 
-def _stream(config: K3Config, stage: Stage, b: int) -> float:
+def _stream_bytes(layout: Layout) -> int:
+    """Of a number of the depth stream: it has the embedding's precision."""
+    return WIDE if layout.gpus == 1 else HALF
+
+
+def _stream(config: K3Config, stage: Stage, s: int, recompute: Recompute) -> float:
     """Bytes a token: what the mixers of these layers read, and a gradient's sum for every finished block."""
     blocks = max(stage.mixers, default=1) - 1
-    return kept_by_mixers(config, stage.mixers, b) + b * config.hidden_size * blocks
+    return kept_by_stream(config, stage.mixers, stage.layers, s, recompute) + s * config.hidden_size * blocks
 
 
 def _step(share: Share, layout: Layout) -> dict[str, float]:
@@ -108,5 +119,5 @@ def _step(share: Share, layout: Layout) -> dict[str, float]:
 
 def floor(share: Share) -> float:
     """Bytes of all GPUs together that no layout goes below: what stays, and the optimizer's step."""
-    alone = Layout(1, 1, 1, 1, "weights", True, 1)
+    alone = Layout(1, 1, 1, 1, "weights", "sublayers", 1)
     return sum(_states(share, alone).values()) + sum(_step(share, alone).values())

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from functools import reduce
 from itertools import product
 from operator import add
+from typing import get_args
 
 from perilune.core.errors import ConfigError
 from perilune.models.k3 import K3Config
+from perilune.models.k3.config import Recompute
 from perilune.plan.gpus import SERVER, Gpu
 from perilune.plan.layout import Layout, Sharding, Stage, Work, stages
 from perilune.plan.memory import Memory, floor, memory
@@ -17,6 +19,7 @@ from perilune.plan.sizes import Sizes, sizes
 from perilune.plan.time import Time, step_seconds, time_of
 
 ROWS = (1, 2, 4, 8)
+KINDS: tuple[Recompute, ...] = get_args(Recompute)
 MOST_STAGES = 16
 LEAST_TOKENS = 1024  # that a part of a sequence has, for its products to fill a GPU
 MOST_TRIES = 10  # of numbers of GPUs, to say how many are needed
@@ -94,7 +97,7 @@ def judge(config: K3Config, made: list[Stage], layout: Layout, work: Work, gpu: 
 def _rank(proposal: Proposal) -> tuple[float, ...]:
     """By time, then by how little is done about it."""
     x = proposal.layout
-    return proposal.seconds, x.pipeline, x.context, x.expert, x.recompute, x.rows
+    return proposal.seconds, x.pipeline, x.context, x.expert, KINDS.index(x.recompute), x.rows
 
 
 def layouts(config: K3Config, work: Work, gpus: int) -> Iterator[Layout]:
@@ -110,7 +113,8 @@ def layouts(config: K3Config, work: Work, gpus: int) -> Iterator[Layout]:
             spread = [e for e in divisors(data * context) if experts % e == 0]
             rows = [r for r in ROWS if r == 1 or data * r <= work.sequences]
             sharding: tuple[Sharding, ...] = ("weights", "states") if data * context > 1 else ("weights",)
-            for expert, kind, again, many in product(spread, sharding, (False, True), rows):
+            kinds = KINDS if config.residual_period is not None else KINDS[:-1]
+            for expert, kind, again, many in product(spread, sharding, kinds, rows):
                 yield Layout(data, context, pipeline, expert, kind, again, many)
 
 
@@ -137,8 +141,8 @@ def reasons(best: Proposal, tried: list[Proposal], work: Work) -> Iterator[str]:
     for name, otherwise in DEGREES.items():
         if getattr(x, name) > 1:
             yield f"{name} {getattr(x, name)}: {otherwise} {_instead(best, tried, name, 1)}"
-    if x.recompute:
-        yield f"recomputed: to keep all activations {_instead(best, tried, 'recompute', False)}"
+    if x.recompute != "none":
+        yield f"{x.recompute} recomputed: to keep all activations {_instead(best, tried, 'recompute', 'none')}"
     if x.sharding == "states":
         yield f"weights whole: to gather them layer by layer {_instead(best, tried, 'sharding', 'weights')}"
     elif x.shards > 1:
@@ -166,7 +170,9 @@ def _too_few(config: K3Config, counted: Sizes, work: Work, gpus: int, gpu: Gpu) 
     room = FILLED * gpu.memory
     for n in _numbers(max(least, gpus + 1)):
         cut = {d: stages(config, counted, d) for d in divisors(n) if d <= min(MOST_STAGES, len(counted.layers))}
-        small = [x for x in layouts(config, work, n) if x.recompute and x.rows == 1 and x.sharding == "weights"]
+        small = [
+            x for x in layouts(config, work, n) if x.recompute != "none" and x.rows == 1 and x.sharding == "weights"
+        ]
         needs = [_needs(config, cut[x.pipeline], x, work) for x in small]
         smallest = min(needs, key=lambda m: m.peak)
         if smallest.peak <= room:

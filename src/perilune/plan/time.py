@@ -35,6 +35,8 @@ from perilune.plan.traffic import BACKWARD, STATE, head_traffic, layer_traffic
 
 BESIDE = ("KDA recurrence", "MLA attention", "routed experts", "attention residuals", "short convolutions")
 """Parts of `flops_per_token` that are no plain products."""
+AGAIN = {"none": 0, "sublayers": 1, "layers": 1, "blocks": 2}
+"""Times that a forward pass is repeated in the backward, by what is recomputed."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def step_seconds(time: Time, layout: Layout, work: Work) -> float:
 
 def time_of(config: K3Config, stage: Stage, layout: Layout, work: Work, gpu: Gpu) -> Time:
     """Of a stage's GPUs.  Sequences are cut into equal parts; causal attention's last part has twice the mean."""
-    tokens, again = layout.micro_tokens(work), int(layout.recompute)
+    tokens, again = layout.micro_tokens(work), AGAIN[layout.recompute]
     parts: dict[str, float] = {}
     for i, count in stage.sorts:
         for name, seconds in _layer(config, i, tokens, again, layout, work, gpu).items():
@@ -69,7 +71,8 @@ def time_of(config: K3Config, stage: Stage, layout: Layout, work: Work, gpu: Gpu
         ends = sum(flops for _, flops in end_parts(config, work.context))
         parts["products"] += 3 * tokens * ends / (PRODUCTS * gpu.peak)
         parts["element by element"] += tokens * head_traffic(config) / (STREAM * gpu.bandwidth)
-    parts["attention residuals"] = mixers_seconds(config, stage, tokens, gpu)
+    mixed_again = again if layout.recompute in ("layers", "blocks") else 0
+    parts["attention residuals"] = mixers_seconds(config, stage, tokens, gpu, mixed_again)
     parts["context parallelism"] = _context_seconds(config, stage, layout, work, gpu)
     parts["tokens to experts and back"] = _experts_travel(config, stage, tokens, again, layout, gpu)
     parts["to the next stage and back"] = _hand_over(config, stage, tokens, layout, gpu)
@@ -91,7 +94,7 @@ def _layer(config: K3Config, i: int, tokens: int, again: int, layout: Layout, wo
     }
     if config.attention(i) == "kda":
         linear = config.linear_attn_config
-        parts["KDA"] = kda_seconds(tokens, linear.num_heads, linear.head_dim, gpu, recompute=layout.recompute)
+        parts["KDA"] = kda_seconds(tokens, linear.num_heads, linear.head_dim, gpu, again)
     else:
         key, value = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
         uneven = 2 - 1 / layout.context  # contiguous parts of a sequence: the last one sees most
@@ -103,15 +106,15 @@ def _layer(config: K3Config, i: int, tokens: int, again: int, layout: Layout, wo
     return parts
 
 
-def kda_seconds(tokens: int, heads: int, width: int, gpu: Gpu, *, recompute: bool = False) -> float:
+def kda_seconds(tokens: int, heads: int, width: int, gpu: Gpu, again: int = 0) -> float:
     """Forward and backward of a layer's KDA kernels; other GPUs and widths by the bytes they move."""
-    each = KDA_BOTH + (KDA_FORWARD if recompute else 0)
+    each = KDA_BOTH + again * KDA_FORWARD
     return max(tokens * heads * each * max(width, 64) / 128 * H200_BANDWIDTH / gpu.bandwidth, KDA_QUEUED)
 
 
-def mixers_seconds(config: K3Config, stage: Stage, tokens: int, gpu: Gpu) -> float:
+def mixers_seconds(config: K3Config, stage: Stage, tokens: int, gpu: Gpu, again: int = 0) -> float:
     """Attention residuals: N sources in and the mixture out; back, sources, its gradient, N sums read and written."""
-    tensors = sum((n + 1) / MIX + (3 * n + 1) / UNMIX for n in stage.mixers)
+    tensors = sum((1 + again) * (n + 1) / MIX + (3 * n + 1) / UNMIX for n in stage.mixers)
     return tokens * HALF * config.hidden_size * tensors / (STREAM * gpu.bandwidth)
 
 

@@ -13,6 +13,9 @@ from perilune.models.k3 import presets
 from perilune.recipes.ladder import ladder
 from perilune.train.config import DataConfig, OptimizerConfig, Run, Stage
 
+AT_ONCE = 65_536
+"""Tokens of a micro-batch where contexts are no longer: all activations of `1b` for so many take 73 GiB.  Longer ones
+go through the model one at a time, each sublayer recomputed."""
 HUB = "hf://datasets/"
 SOURCES = {
     "web": TextSource(path=HUB + "HuggingFaceFW/fineweb-edu", subset="sample-100BT"),
@@ -75,7 +78,9 @@ def _run(preset: str, tokens: float, batch_tokens: int, lr: float, *, context: i
         model=model,
         stages=(
             Stage(
-                context=context, batch_tokens=step, tokens=max(step, round(tokens)), lr=lr, lr_end=lr / 10, **stage,
+                context=context, batch_tokens=step, micro_tokens=max(AT_ONCE, context),
+                recompute="none" if context <= AT_ONCE else "sublayers",
+                tokens=max(step, round(tokens)), lr=lr, lr_end=lr / 10, **stage,
             ),
         ),
         data=DataConfig(sources=SOURCES, vocab_size=model.vocab_size),

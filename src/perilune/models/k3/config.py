@@ -28,9 +28,8 @@ OWN = ("layer_types", "balance", "mtp_loss_weight", "balance_loss_weight", "answ
 
 
 Recompute = Literal["none", "sublayers", "layers", "blocks"]
-"""What the backward pass keeps instead of all activations: the input of every sublayer and mixer; of every layer; or of
-every block of attention residuals, which is their bank and nothing beside it.  The rest is computed again, in `blocks`
-once more within each block."""
+"""What is computed again in the backward pass, which keeps the inputs of every sublayer alone, of every layer, or of
+every block of attention residuals: their bank.  See `K3Model.recompute_activations`."""
 
 
 @dataclass(frozen=True, kw_only=True)

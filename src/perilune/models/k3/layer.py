@@ -1,6 +1,6 @@
 """One decoder layer, and the multi-token prediction layer built from it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from perilune.models.k3.config import K3Config
 from perilune.nn import GLU, BlockAttnRes, DepthStream, RMSNorm, StableLatentMoE
 from perilune.nn.balancer import balancer
 from perilune.nn.glu import Activation
-from perilune.nn.recompute import recomputed
 from perilune.ops.autocast import dtype_for_products
 from perilune.ops.quantile_bias import Groups
 
@@ -73,7 +72,6 @@ class DecoderLayer(nn.Module):
             self.block_sparse_moe = build_moe(config)
         else:
             self.mlp = GLU(d, config.intermediate_size, **activation(config))
-        self.recompute = False
 
     def forward(
         self,
@@ -84,22 +82,24 @@ class DecoderLayer(nn.Module):
         mask: Tensor | None = None,
     ) -> None:
         """Moves `stream` one layer up.  `mask: [B, T]`, True at tokens that count for the balancer."""
-        stream.add(self._run(self._attend, stream.read(self.self_attention_res), cache, cu_seqlens))
-        stream.add(self._run(self._feed, stream.read(self.mlp_res), mask))
+        self.attend(stream, cache=cache, cu_seqlens=cu_seqlens)
+        self.feed(stream, mask=mask)
 
-    def _attend(self, h: Tensor, cache: Any, cu_seqlens: Sequence[int] | None) -> Tensor:
-        return self.self_attn(self.input_layernorm(h, dtype_for_products(h)), cache=cache, cu_seqlens=cu_seqlens)
+    def attend(self, stream: DepthStream, *, cache: Any = None, cu_seqlens: Sequence[int] | None = None) -> None:
+        """The first sublayer alone."""
+        h = stream.read(self.self_attention_res)
+        x = self.input_layernorm(h, dtype_for_products(h))
+        stream.add(self.self_attn(x, cache=cache, cu_seqlens=cu_seqlens))
 
-    def _feed(self, h: Tensor, mask: Tensor | None) -> Tensor:
+    def feed(self, stream: DepthStream, *, mask: Tensor | None = None) -> None:
+        """The second."""
+        h = stream.read(self.mlp_res)
         x = self.post_attention_layernorm(h, dtype_for_products(h))
         if self.block_sparse_moe is not None:
-            return self.block_sparse_moe(x, mask)
-        assert self.mlp is not None
-        return self.mlp(x)
-
-    def _run(self, sublayer: Callable[..., Tensor], *args: Any) -> Tensor:
-        """The sublayer; with `recompute` only its input is kept for the backward pass."""
-        return recomputed(sublayer, *args) if self.recompute and self.training else sublayer(*args)
+            stream.add(self.block_sparse_moe(x, mask))
+        else:
+            assert self.mlp is not None
+            stream.add(self.mlp(x))
 
 
 class MTPLayer(nn.Module):

@@ -60,34 +60,39 @@ class Backbone(nn.Module):
     def forward(self, input_ids: Tensor, cache: HybridCache | None, cu_seqlens: Sequence[int] | None) -> Tensor:
         """The features before the last norm: [B, T] to [B, T, D]."""
         stream = DepthStream(self.embed_tokens(input_ids), self.period)
-        if self.training and self.recompute in ("layers", "blocks"):
-            for first, last in itertools.pairwise(self._unit_edges()):
-                climb = self._climb_layers if self.recompute == "blocks" else self._climb
+        if self.training and self.recompute != "none":
+            climb = self._climb if self.recompute != "blocks" else self._climb_by_sublayers
+            for first, last in itertools.pairwise(self._stretches()):
                 sources = recomputed(climb, first, last, cu_seqlens, *stream.sources)
-                stream = DepthStream.resume(sources, self.period, 2 * last)
+                stream = DepthStream.resume(sources, self.period, last)
         else:
             for i, layer in enumerate(self.layers):
                 layer(stream, cache=None if cache is None else cache.layers[i], cu_seqlens=cu_seqlens)
         return stream.mixed(self.output_attn_res)
 
-    def _unit_edges(self) -> list[int]:
-        """Where the layers begin that are recomputed together, and the end: those of a block, or every one."""
-        period = self.period if self.recompute == "blocks" and self.period is not None else 1
-        return [i for i in range(len(self.layers)) if 2 * i % period == 0] + [len(self.layers)]
+    def _stretches(self) -> list[int]:
+        """Where stretches of sublayers begin that are recomputed together, and the end."""
+        block = max(self.period or 1, 2)  # blocks of one sublayer are recomputed as layers
+        size = {"sublayers": 1, "layers": 2, "blocks": block}[self.recompute]
+        return [*range(0, 2 * len(self.layers), size), 2 * len(self.layers)]
 
     def _climb(self, first: int, last: int, cu_seqlens: Sequence[int] | None, *sources: Tensor) -> tuple[Tensor, ...]:
-        """A stream's sources before layer `first` to those before layer `last`."""
-        stream = DepthStream.resume(sources, self.period, 2 * first)
-        for layer in self.layers[first:last]:
-            layer(stream, cu_seqlens=cu_seqlens)
+        """A stream's sources before sublayer `first` to those before sublayer `last`."""
+        stream = DepthStream.resume(sources, self.period, first)
+        for read in range(first, last):
+            layer = cast("DecoderLayer", self.layers[read // 2])
+            if read % 2 == 0:
+                layer.attend(stream, cu_seqlens=cu_seqlens)
+            else:
+                layer.feed(stream)
         return tuple(stream.sources)
 
-    def _climb_layers(
+    def _climb_by_sublayers(
         self, first: int, last: int, cu_seqlens: Sequence[int] | None, *sources: Tensor
     ) -> tuple[Tensor, ...]:
-        """The same; while it is recomputed, it keeps the layers' inputs and one layer whole."""
-        for i in range(first, last):
-            sources = recomputed(self._climb, i, i + 1, cu_seqlens, *sources)
+        """The same; while it is recomputed, it keeps the live sums and one sublayer whole."""
+        for read in range(first, last):
+            sources = recomputed(self._climb, read, read + 1, cu_seqlens, *sources)
         return sources
 
 
@@ -211,8 +216,8 @@ class K3Model(nn.Module):
             for layer, number in zip(self.model.mtp, counts.get("mtp") or itertools.repeat(None)):
                 known = following != IGNORED
                 embedding = self.model.embed_tokens(following.clamp(min=0))
-                whole = self.model.recompute in ("layers", "blocks")
-                h, features = recomputed(layer, h, embedding, cu, known) if whole else layer(h, embedding, cu, known)
+                again = self.model.recompute != "none"
+                h, features = recomputed(layer, h, embedding, cu, known) if again else layer(h, embedding, cu, known)
                 following, targets = shifted(following, cu), shifted(targets, cu)
                 further.append(self._cross_entropy(features, targets, number))
             losses["mtp"] = torch.stack(further).mean()
@@ -266,18 +271,18 @@ class K3Model(nn.Module):
     def recompute_activations(self, unit: Recompute = "sublayers") -> None:
         """Keeps for the backward pass the inputs of every `unit` alone and computes the rest again there.
 
-        "sublayers": attention and feed-forward each, mixers outside; one of them is alive at a time in the backward.
-        "layers": whole layers, mixers inside; of a layer the live sum is kept, and the bank of finished blocks once.
-        "blocks": the bank alone; a block is recomputed keeping its layers' inputs, a layer then again.
-        "none": everything is kept.  Results are the same to the bit (on a GPU: of the same kernels run again).
+        "sublayers": attention and feed-forward each, with the mixer before it: of each the live sum that it reads is
+            kept, and finished blocks once; in the backward pass one of them is whole at a time.
+        "layers": both sublayers together: half as many live sums, and one layer.
+        "blocks": the blocks of attention residuals: nothing but their bank.  A block is recomputed keeping its live
+            sums, and each sublayer then once more.
+        "none": everything is kept.  Gradients are the same to the bit where kernels give the same bits twice.
         """
         if unit not in get_args(Recompute):
             raise ConfigError(f"recompute: expected one of {', '.join(get_args(Recompute))}, got {unit!r}; choose one")
         if unit == "blocks" and self.config.residual_period is None:
             raise ConfigError('recompute: expected no "blocks" in a model without attention residuals; say "layers"')
         self.model.recompute = unit
-        for layer in self._decoder_layers():
-            layer.recompute = unit == "sublayers"
 
     def compile_norms(self, **options: Any) -> None:
         """Every norm, with the gate behind it where there is one, in one kernel each way: `torch.compile` with these
