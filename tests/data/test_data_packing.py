@@ -161,6 +161,51 @@ def test_another_context_keeps_the_place_and_cuts_other_pieces() -> None:
     assert place(batches) == divmod(60 + 4 * 40, 92)
 
 
+def test_long_documents_come_more_often_in_an_epoch() -> None:
+    """By the rule, worked out by hand: context 20, up to 5 times, so once more for every 5 tokens up to 20."""
+    times = [2, 1, 5, 2, 3, 1, 5]  # of documents of LENGTHS tokens
+    documents = make_documents(LENGTHS)
+    stream = PackedText(documents)
+    stream.resize(20, long_times=5)
+    tokens = sum(n * length for n, length in zip(times, LENGTHS))
+    assert stream.tokens == tokens
+    segment = stream.read(tokens)
+    assert stream.state_dict()["epoch"] == 1
+    assert Counter(segment.ids.tolist()) == {
+        token: n for n, document in zip(times, documents) for token in document.tolist()
+    }
+    cuts = [*segment.starts.tolist(), tokens]
+    got = Counter(tuple(segment.ids[a:b].tolist()) for a, b in pairwise(cuts))
+    pieces = [[tuple(document[a : a + 20].tolist()) for a in range(0, len(document), 20)] for document in documents]
+    assert got == {piece: n for n, of in zip(times, pieces) for piece in of}
+
+
+@pytest.mark.parametrize("after", [(20, 0, 5), (20, 0, 1), (10, 0, 5), (20, 8, 5)])
+def test_another_choice_of_documents_begins_an_epoch(after: tuple[int, int, int]) -> None:
+    """Also where the stream rested while it was saved; the same choice goes on."""
+    stream, resumed = PackedText(make_documents(LENGTHS)), PackedText(make_documents(LENGTHS))
+    stream.resize(20, long_times=5)
+    stream.skip(150)
+    resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+    for each in (stream, resumed):
+        each.resize(*after)
+    place = resumed.state_dict()
+    assert (place["epoch"], place["offset"]) == ((0, 150) if after == (20, 0, 5) else (1, 0))
+    assert stream.read(300).ids.tolist() == resumed.read(300).ids.tolist()
+
+
+def test_a_state_from_before_long_documents_were_repeated_is_taken_up() -> None:
+    stream, resumed = PackedText(make_documents(LENGTHS)), PackedText(make_documents(LENGTHS))
+    for each in (stream, resumed):
+        each.resize(10)
+    stream.skip(37)
+    state = stream.state_dict()
+    del state["long"]
+    resumed.load_state_dict(state)
+    resumed.resize(10)
+    assert stream.read(100).ids.tolist() == resumed.read(100).ids.tolist()
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_readers_share_no_token(ranks: int) -> None:
     documents = make_documents(LENGTHS)

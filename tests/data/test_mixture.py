@@ -25,7 +25,7 @@ class Samples:
     def size(self, ahead: int = 0) -> int:
         return self.context
 
-    def resize(self, context: int, min_document: int = 0) -> None:
+    def resize(self, context: int, min_document: int = 0, long_times: int = 1) -> None:
         self.context = context
 
     def read(self, tokens: int) -> Segment:

@@ -356,6 +356,40 @@ def test_short_documents_are_left_out(corpus: StreamedCorpus, bpe: ByteBPE) -> N
         assert same(stream_of(corpus, bpe, 1 << 20, least).read(900), stream_of(corpus, bpe, 1 << 20, least).read(900))
 
 
+def test_long_documents_of_a_block_come_more_often(corpus: StreamedCorpus, bpe: ByteBPE) -> None:
+    """By the rule of `Stream`, which documents in memory are held to as well; also when taken up inside a block."""
+    documents = bpe.encode_documents(list(corpus.texts()))
+    context = max(map(len, documents))
+    times = [1 + 3 * len(document) // context for document in documents]
+    assert set(times) >= {1, 4}
+    stream, resumed = (corpus.stream(bpe, 0) for _ in range(2))
+    stream.resize(context, 0, 4)
+    tokens = sum(n * len(document) for n, document in zip(times, documents))
+    state = through_json(stream.state_dict())
+    got = stream.read(tokens)
+    wanted: Counter[Any] = Counter()
+    for n, document in zip(times, documents):
+        wanted.update(cut(document, context) * n)
+    assert Counter(pieces_of(got)) == wanted
+    resumed.resize(context, 0, 4)
+    resumed.load_state_dict(state)
+    resumed.skip(tokens // 3)
+    again = corpus.stream(bpe, 0)
+    again.resize(context, 0, 4)
+    again.load_state_dict(through_json(resumed.state_dict()))
+    assert again.read(500).ids.tolist() == got.ids[tokens // 3 :][:500].tolist()
+
+
+def test_a_state_from_before_long_documents_were_repeated_is_taken_up(corpus: StreamedCorpus, bpe: ByteBPE) -> None:
+    stream, resumed = stream_of(corpus, bpe, 8), stream_of(corpus, bpe, 8)
+    stream.skip(321)
+    state = through_json(stream.state_dict())
+    for key in ("sizes", "cut"):
+        assert state[key].pop() == 1
+    resumed.load_state_dict(state)
+    assert same(resumed.read(500), stream.read(500))
+
+
 def test_no_document_long_enough(corpus: StreamedCorpus, bpe: ByteBPE, monkeypatch: pytest.MonkeyPatch) -> None:
     longest = max(map(len, bpe.encode_documents(list(corpus.texts()))))
     stream = stream_of(corpus, bpe, 16, longest + 1)

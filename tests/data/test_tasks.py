@@ -120,6 +120,8 @@ def test_every_part_of_the_evidence_is_needed(name: str) -> None:
         "aggregation": {1, 2, 3, 4},
         "files": {3},
         "scattered": {1, 2, 3, 4},
+        "retrieval": {1},
+        "chains": {1, 2, 3},
     }[name] == set(parts)
 
 
@@ -215,6 +217,8 @@ def test_samples_are_the_same_everywhere() -> None:
         "aggregation": "a87e8a94902c4396",
         "files": "7b610362bd517f91",
         "scattered": "271db23ef3e7de73",
+        "retrieval": "cb4268c5c2221520",
+        "chains": "8677d3669b53807e",
     }
 
 
@@ -293,6 +297,42 @@ def test_training_samples_speak_of_one_thing_or_several() -> None:
         assert len(set(lines)) >= min(5, groups.pop())
     answers = [len({q.answer for q in task("needle").sample(2048, 0, i).questions}) for i in range(100)]
     assert set(answers) == set(range(1, 9))
+
+
+@pytest.mark.parametrize("name", ["retrieval", "chains"])
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_what_is_held_out_is_never_trained_on(name: str, vocabulary: str) -> None:
+    """Neither its keys nor its phrasings; what is asked so can be read all the same."""
+    taught, kept = task(name, vocabulary), task(name, vocabulary, held_out=True)
+    for length in (kept.least, kept.least + 77, 2048):
+        for sample in both(kept, length, seed=5, count=6):
+            assert_sound(kept, sample, length)
+    decode = taught.tokenizer.decode
+    trained = "".join(decode(taught.sample(taught.least + 300, seed, i).ids) for seed in (0, 1) for i in range(100))
+    probed = "".join(decode(kept.probe(kept.least + 300, 0, i).ids) for i in range(100))
+    assert len(re.findall(taught.lines, trained)) > 500
+    assert re.search(kept.lines, trained) is None
+    assert len(re.findall(kept.lines, probed)) > 500
+    assert re.search(taught.lines, probed) is None
+
+    def named(of: Task) -> set[str]:
+        return {word.text for one in of.tasks for word in (one.keys if name == "retrieval" else one.names)}
+
+    assert len(named(taught)) == len(named(kept)) == 64
+    assert not named(taught) & named(kept)
+    values = [{word.text for one in of.tasks for word in one.values} for of in (taught, kept)]
+    assert values[0] == values[1]
+    assert not values[0] & named(kept)
+
+
+@pytest.mark.parametrize("name", ["retrieval", "chains"])
+def test_a_phrased_task_uses_all_its_phrasings(name: str) -> None:
+    for held_out in (False, True):
+        drawn = task(name, held_out=held_out)
+        texts = [drawn.tokenizer.decode(sample.ids) for sample in both(drawn, 600, seed=0, count=30)]
+        used = [[i for i, one in enumerate(drawn.tasks) if re.search(one.lines, text)] for text in texts]
+        assert all(len(which) == 1 for which in used)  # one of them a sample
+        assert {which[0] for which in used} == set(range(len(drawn.tasks)))
 
 
 def test_statements_stand_early() -> None:
@@ -422,7 +462,10 @@ def test_what_is_learned() -> None:
         ("variables", {"stated": -0.1}, "stated: expected a share from 0 to 1, got -0.1"),
         ("variables", {"chains": 0}, "chains x hops: expected 1 to 64 variables, got 0 x 4"),
         ("aggregation", {"things": 17}, "things: expected 1 to 16"),
+        ("variables", {"question": "\n# {name} is {value}!\n"}, "question: expected the value last"),
         ("files", {"files": 1}, "files, keys: expected at least 2 files"),
+        ("retrieval", {"pairs": 65}, "pairs: expected 1 to 64"),
+        ("chains", {"hops": 0}, "chains x hops: expected 1 to 64 variables, got 2 x 0"),
     ],
 )
 def test_options_that_cannot_be_are_refused(name: str, options: dict[str, object], message: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from perilune.data.tasks import TASKS, Question, Sample
+from perilune.data.tasks import JUDGED, TASKS, Question, Sample
 from perilune.data.tokenizer import ByteBPE
 from perilune.train import probes
 from perilune.train.probes import answers, bucket_edges, long_context, loss_by_position, probe, sample_count
@@ -201,7 +201,7 @@ def test_a_whole_probe_is_json(tokenizer, monkeypatch):
     assert k3.training
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert found["trained"] == 64
-    assert list(found["tasks"]) == list(TASKS)
+    assert list(found["tasks"]) == list(JUDGED)
     assert [row["length"] for row in found["tasks"]["needle"]] == [600]  # 64 tokens are too few
     assert found["tasks"]["needle"][0]["asked"] == 4 * 8
     assert [curve["context"] for curve in found["loss_by_position"]] == [64, 128]

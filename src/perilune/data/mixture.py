@@ -31,7 +31,9 @@ class Mixture:
         self._shares: dict[str, float] = {}
         self._given: dict[str, int] = {}
 
-    def begin(self, weights: Mapping[str, float], *, tokens: int, context: int, min_document: int = 0) -> None:
+    def begin(
+        self, weights: Mapping[str, float], *, tokens: int, context: int, min_document: int = 0, long_times: int = 1
+    ) -> None:
         """From the next batch on these weights (any scale) and sizes; every stream goes on where it is.
 
         Raises ConfigError for a stream that is not there, DataError where `min_document` leaves no text.
@@ -46,7 +48,7 @@ class Mixture:
         self._given = dict.fromkeys(self._shares, 0)
         self.tokens, self.context = tokens, context
         for name in self._shares:
-            self.streams[name].resize(context, min_document)
+            self.streams[name].resize(context, min_document, long_times)
 
     def next(self) -> Batch:
         """This reader's next batch."""

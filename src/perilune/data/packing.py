@@ -37,10 +37,12 @@ class PackedText:
 
     Documents, each an array of ids, are cut into pieces of `context` tokens, the last of each shorter.  An epoch is
     one long row of all pieces in the order of `seed` and epoch, so that a batch sees many documents, not a stretch of
-    one.  What the end of a read cuts off a piece opens the next read.  Every token is an input exactly once an epoch.
+    one.  What the end of a read cuts off a piece opens the next read.  Every token is an input exactly once an epoch;
+    with `long_times`, as often as the rule of `Stream.resize` says of its document.
 
     Its place is two integers, epoch and offset, so it can be taken up anywhere, also with another `context`: that means
-    other pieces, so the rest of the epoch is another selection.  Another `min_document` begins a new epoch.
+    other pieces, so the rest of the epoch is another selection.  Another `min_document` or `long_times` begins a new
+    epoch, and so does another `context` where long documents are repeated.
 
     Raises DataError without tokens.
     """
@@ -51,16 +53,18 @@ class PackedText:
         self._labels[self._starts[1:] - 1] = IGNORE
         self.seed = seed
         self.epoch, self._offset = 0, 0
-        self._min_document = 0
+        self._chosen = (0, 1, 0)
         self.resize(int(np.diff(self._starts).max()))
 
     def size(self, ahead: int = 0) -> None:
         """See `Stream`."""
 
-    def resize(self, context: int, min_document: int = 0) -> None:
+    def resize(self, context: int, min_document: int = 0, long_times: int = 1) -> None:
         """See `Stream`.  Raises DataError if no document has `min_document` tokens."""
         if context < 1:
             raise ConfigError(f"context: expected at least 1, got {context}; give the longest piece in tokens")
+        if long_times < 1:
+            raise ConfigError(f"long_times: expected at least 1, got {long_times}; 1 reads every document once")
         lengths = np.diff(self._starts)
         kept = np.flatnonzero(lengths >= min_document)
         if not len(kept):
@@ -68,18 +72,21 @@ class PackedText:
                 f"min_document: expected at most {lengths.max()} tokens (the longest document), got {min_document}; "
                 "lower it or add longer text"
             )
-        if min_document != self._min_document and self._offset:
+        chosen = (min_document, long_times, context if long_times > 1 else 0)  # what decides an epoch's documents
+        if chosen != self._chosen and self._offset:
             self.epoch, self._offset = self.epoch + 1, 0
-        self._min_document = min_document
+        self._chosen = chosen
+        kept = np.repeat(kept, 1 + (long_times - 1) * np.minimum(lengths[kept], context) // context)
         self._begins, self._lengths = _cut(self._starts[kept], lengths[kept], context)
-        self._tokens = int(self._lengths.sum())
+        self.tokens = int(self._lengths.sum())
+        """In an epoch."""
         self._order: tuple[int, np.ndarray, np.ndarray] | None = None
 
     def read(self, tokens: int) -> Segment:
         """See `Stream`."""
         indices, starts, filled = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
         while filled < tokens:  # once, and again for every end of an epoch inside
-            length = min(tokens - filled, self._tokens - self._offset)
+            length = min(tokens - filled, self.tokens - self._offset)
             index, start = self._row(length)
             indices.append(index)
             starts.append(start + filled)
@@ -90,7 +97,7 @@ class PackedText:
 
     def skip(self, tokens: int) -> None:
         """See `Stream`."""
-        epochs, self._offset = divmod(self._offset + tokens, self._tokens)
+        epochs, self._offset = divmod(self._offset + tokens, self.tokens)
         self.epoch += epochs
 
     def _row(self, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -115,7 +122,8 @@ class PackedText:
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the stream, and what the stream is made of."""
-        place = {"epoch": self.epoch, "offset": self._offset, "min_document": self._min_document}
+        min_document, *long = self._chosen
+        place = {"epoch": self.epoch, "offset": self._offset, "min_document": min_document, "long": long}
         return {**place, **self._stream}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -124,7 +132,9 @@ class PackedText:
             if state[name] != here:
                 raise DataError(f"{name}: expected {state[name]} as when saved, got {here}; resume with the same data")
         self.epoch, self._offset = int(state["epoch"]), int(state["offset"])
-        self._min_document = int(state["min_document"])  # a stream that rests now is resized before it is read again
+        long_times, context = state.get("long", (1, 0))  # older checkpoints have none
+        # A stream that rests now is resized before it is read.
+        self._chosen = int(state["min_document"]), int(long_times), int(context)
 
     @cached_property
     def _stream(self) -> dict[str, int]:

@@ -32,8 +32,9 @@ class Stream(Protocol):
         any number of tokens at a time."""
         ...
 
-    def resize(self, context: int, min_document: int = 0) -> None:
-        """From now on pieces or samples of up to `context` tokens, from documents of at least `min_document` tokens."""
+    def resize(self, context: int, min_document: int = 0, long_times: int = 1) -> None:
+        """From now on pieces or samples of up to `context` tokens, from documents of at least `min_document` tokens,
+        one of n tokens 1 + floor((long_times - 1) min(1, n / context)) times an epoch."""
 
     def read(self, tokens: int) -> Segment:
         """Exactly the next `tokens`; where samples are never cut, those of the next few."""

@@ -154,10 +154,11 @@ class StreamedText:
 
     A block is the next `BLOCK_ROWS` documents, or fewer if they are long.  What of it is for training is encoded, cut
     into pieces of `context` tokens and shuffled as `PackedText` shuffles an epoch, under a key made of seed, epoch and
-    block; after the last block the next epoch begins.  Every token is an input exactly once an epoch.
+    block; after the last block the next epoch begins.  Every token is an input exactly once an epoch; with
+    `long_times`, as often as the rule of `Stream.resize` says of its document.
 
     Its place is a block's place in the dataset and an offset in the block's tokens, so going on reads one block anew.
-    Another `context` or `min_document` begins with the next block, unless nothing of this one was read.
+    Another `context`, `min_document` or `long_times` begins with the next block, unless nothing of this one was read.
     """
 
     def __init__(self, corpus: StreamedCorpus, tokenizer: "ByteBPE", seed: int) -> None:
@@ -168,18 +169,18 @@ class StreamedText:
         self._documents: list[np.ndarray] | None = None  # of the block; None before it is read
         self._packed: PackedText | None = None  # those of them that are long enough, if any are
         self._tokens = 0  # in `_packed`
-        self._sizes: tuple[int, ...] = (1 << 62, 0)  # context and min_document, as asked for
+        self._sizes: tuple[int, ...] = (1 << 62, 0, 1)  # context, min_document and long_times, as asked for
         self._cut: tuple[int, ...] = self._sizes  # as the block is cut
         self._fruitless = _Fruitless()
 
     def size(self, ahead: int = 0) -> None:
         """See `Stream`."""
 
-    def resize(self, context: int, min_document: int = 0) -> None:
+    def resize(self, context: int, min_document: int = 0, long_times: int = 1) -> None:
         """See `Stream`."""
         if context < 1:
             raise ConfigError(f"context: expected at least 1, got {context}; give the longest piece in tokens")
-        self._sizes = context, min_document
+        self._sizes = context, min_document, long_times
         self._fruitless = _Fruitless()
 
     def read(self, tokens: int) -> Segment:
@@ -222,12 +223,12 @@ class StreamedText:
 
         if self._packed is None or self._cut != self._sizes:
             documents = self._read_block() if self._documents is None else self._documents
-            self._cut = context, min_document = self._sizes
+            self._cut = context, min_document, long_times = self._sizes
             kept = [document for document in documents if len(document) >= min_document]
-            self._tokens = sum(map(len, kept))
             self._packed = PackedText(kept, self._key) if kept else None
             if self._packed:
-                self._packed.resize(context)
+                self._packed.resize(context, long_times=long_times)
+                self._tokens = self._packed.tokens
                 self._packed.skip(self._offset)
                 self._fruitless = _Fruitless()
         return self._packed
@@ -269,7 +270,7 @@ class StreamedText:
                 raise DataError(f"{name}: expected {saved!r} as when saved, got {here!r}; resume with the same data")
         self.epoch, self._block, self._offset = int(state["epoch"]), int(state["block"]), int(state["offset"])
         self._start, self._documents, self._packed = state["place"], None, None
-        self._sizes, self._cut = tuple(state["sizes"]), tuple(state["cut"])
+        self._sizes, self._cut = ((*state[key], 1)[:3] for key in ("sizes", "cut"))  # older ones have no long_times
         self._fruitless = _Fruitless()
         self._rows.go_to(self._start)
         if state["checksum"] is not None and _checksum(self._read_block()) != state["checksum"]:

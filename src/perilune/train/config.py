@@ -56,6 +56,9 @@ class Stage(Config):
     """What a stage reads: shares of its tokens (any scale) by name of a source or a task (`perilune.data.tasks`)."""
     min_document: int = 0
     """Tokens a document of text must have to be read in this stage."""
+    long_times: int = 1
+    """How often an epoch reads a document that fills the context; one of n tokens is read
+    1 + floor((long_times - 1) min(1, n / context)) times, a short one once."""
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "context", "batch_tokens", "tokens", advice="give a length in tokens")
@@ -82,6 +85,7 @@ class Stage(Config):
             "mix", "finite shares of at least 0, one of them above", self.mix, 'write {"text": 1}',
         )  # fmt: skip
         _at_least(self, 0, "min_document", advice="0 takes every document")
+        _at_least(self, 1, "long_times", advice="1 reads every document once an epoch")
         require(0 <= self.warmup < 1, "warmup", "a share of the stage in [0, 1)", self.warmup, "write 0.01 for 1 %")
 
     @property

@@ -85,7 +85,13 @@ class Feed:
 
     def begin(self, stage: Stage) -> None:
         """The next batch is the stage's first."""
-        self.batches.begin(stage.mix, tokens=stage.batch_tokens, context=stage.context, min_document=stage.min_document)
+        self.batches.begin(
+            stage.mix,
+            tokens=stage.batch_tokens,
+            context=stage.context,
+            min_document=stage.min_document,
+            long_times=stage.long_times,
+        )
 
     def next(self) -> Batch:
         """The next batch of the stage that was begun."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perilune.data.tasks import TASKS, Sample, Task
+from perilune.data.tasks import JUDGED, TASKS, Sample, Task
 from perilune.data.tokenizer import ByteBPE
 from perilune.models.k3 import K3Model
 from perilune.ops import linear_cross_entropy
@@ -37,7 +37,7 @@ def long_context(
     *,
     trained: int,
     lengths: Sequence[int] = LENGTHS,
-    tasks: Sequence[str] = tuple(TASKS),
+    tasks: Sequence[str] = JUDGED,
     seed: int = 0,
     progress: Callable[[str], None] = lambda what: None,
 ) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import numpy as np
 from perilune.core.errors import ConfigError
 from perilune.data.tasks.page import Page, Query
 from perilune.data.tasks.task import Task
-from perilune.data.tasks.words import Template, choose_words
+from perilune.data.tasks.words import Template, choose_others, choose_words
 from perilune.data.tokenizer import ByteBPE
 
 STATEMENT = "\n# {key} = {value}!\n"
@@ -31,12 +31,14 @@ class Needle(Task):
         *,
         pairs: int = 8,
         words: int = 64,
+        held_out: bool = False,
         statement: str = STATEMENT,
         question: str = QUESTION,
         **options: Any,
     ) -> None:
-        """pairs: how many are stated at most.  words: how many keys there are, and how many values.  statement,
-        question: templates of a line; they may be the same, then a key's first line states.  options: see `Task`."""
+        """pairs: how many are stated at most.  words: how many keys there are, and how many values.  held_out: takes
+        keys that are nobody's otherwise.  statement, question: templates of a line; they may be the same, then a key's
+        first line states.  options: see `Task`."""
         super().__init__(tokenizer, filler, **options)
         if not 1 <= pairs <= words:
             raise ConfigError(f"pairs: expected 1 to {words} (the number of words), got {pairs}; take more words")
@@ -45,6 +47,8 @@ class Needle(Task):
         self.pairs = pairs
         chosen = choose_words(tokenizer, 2 * words)
         self.values, self.keys = chosen[:words], chosen[words:]
+        if held_out:
+            self.keys = choose_others(tokenizer, chosen, words)
         self._statement = Template(tokenizer, statement, key=self.keys, value=self.values)
         self._question = Template(tokenizer, question, key=self.keys, value=self.values)
         self.lines = f"{self._statement.pattern}|{self._question.pattern}"

@@ -32,8 +32,8 @@ class TaskStream:
         length = self._context >> draw.randint(0, HALVINGS)
         return length if length >= self.task.least else self._context
 
-    def resize(self, context: int, min_document: int = 0) -> None:
-        """See `Stream`.  Raises DataError if the task does not fit into `context` tokens."""
+    def resize(self, context: int, min_document: int = 0, long_times: int = 1) -> None:
+        """See `Stream`; no text here.  Raises DataError if the task does not fit into `context` tokens."""
         self.task.check(context)
         self._context = context
 

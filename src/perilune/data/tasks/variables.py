@@ -9,8 +9,11 @@ import numpy as np
 from perilune.core.errors import ConfigError
 from perilune.data.tasks.page import Line, Page, Query
 from perilune.data.tasks.task import Task
-from perilune.data.tasks.words import Template, choose_words
+from perilune.data.tasks.words import Template, choose_others, choose_words
 from perilune.data.tokenizer import ByteBPE
+
+STATEMENT = "\n# let {name} = {held}!\n"
+QUESTION = "\n# let {name} is {value}\n"
 
 
 class Variables(Task):
@@ -30,18 +33,26 @@ class Variables(Task):
         chains: int = 4,
         hops: int = 4,
         words: int = 64,
+        held_out: bool = False,
+        statement: str = STATEMENT,
+        question: str = QUESTION,
         **options: Any,
     ) -> None:
         """chains: how many at most, of up to `hops` variables each.  words: how many names and how many values there
-        are.  options: see `Task`."""
+        are.  held_out: takes names that are nobody's otherwise.  statement, question: templates of a line, as in
+        `Needle`.  options: see `Task`."""
         super().__init__(tokenizer, filler, **options)
         if not (chains >= 1 and hops >= 1 and chains * hops <= words):
             raise ConfigError(f"chains x hops: expected 1 to {words} variables, got {chains} x {hops}; take more words")
         self.chains, self.hops = chains, hops
+        if not question.endswith(" {value}\n"):
+            raise ConfigError(f"question: expected the value last, got {question!r}; put what it ends with before")
         chosen = choose_words(tokenizer, 2 * words)
         self.values, self.names = chosen[:words], chosen[words:]
-        self._statement = Template(tokenizer, "\n# let {name} = {held}!\n", name=self.names, held=chosen)
-        self._question = Template(tokenizer, "\n# let {name} is {value}\n", name=self.names, value=self.values)
+        if held_out:
+            self.names = choose_others(tokenizer, chosen, words)
+        self._statement = Template(tokenizer, statement, name=self.names, held=[*self.values, *self.names])
+        self._question = Template(tokenizer, question, name=self.names, value=self.values)
         self.lines = f"{self._statement.pattern}|{self._question.pattern}"
         self.chance = 1 / words
         self.least = 1 + chains * (hops * self._statement.longest + self._question.longest)

@@ -44,6 +44,12 @@ def choose_words(tokenizer: ByteBPE, number: int) -> list[Word]:
     return sorted(words[-number:], key=lambda word: _hash(word.text))
 
 
+def choose_others(tokenizer: ByteBPE, chosen: Sequence[Word], number: int) -> list[Word]:
+    """`number` words beside `choose_words(tokenizer, len(chosen))`, the next rarest: none of them is among those."""
+    known = {word.text for word in chosen}
+    return [word for word in choose_words(tokenizer, len(chosen) + number) if word.text not in known][:number]
+
+
 def _made_up(tokenizer: ByteBPE, number: int) -> list[Word]:
     syllables = [c + v for c in "bdfgklmnprstvz" for v in "aeiou"]
     for length in count(2):
