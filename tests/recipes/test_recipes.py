@@ -9,7 +9,7 @@ from perilune.core.errors import ConfigError
 from perilune.data.tasks import TASKS
 from perilune.models.k3 import K3Model
 from perilune.optim import PerHeadMuon
-from perilune.recipes.ladder import ladder
+from perilune.recipes.joined import joined
 from perilune.recipes.long_context import SOURCES
 from perilune.train.config import Run
 
@@ -26,7 +26,7 @@ def test_every_recipe_is_a_run(name: str) -> None:
         assert stage.min_document <= stage.context
 
 
-LADDERS = ["nano", "small", "1b", "10b", "k3"]
+LADDERS = ["nano", "small", "1b", "10b", "k3", "ladder", "stepladder"]
 
 
 @pytest.mark.parametrize("name", LADDERS)
@@ -76,10 +76,30 @@ def test_every_stage_warms_up_again() -> None:
         assert stage.lr > before.lr_end
 
 
+@pytest.mark.parametrize("name", ["ladder", "stepladder"])
+def test_a_climb_warms_up_again_by_steps_and_repeats_what_is_long(name: str) -> None:
+    """Every later stage has a step below its peak; long documents come more often, tasks have a share everywhere."""
+    run = recipes.get(name)
+    done = 0
+    for before, stage in zip((None, *run.stages), run.stages):
+        if before is not None:
+            rates = [run.schedule.lr(done + n * stage.batch_tokens) for n in range(1, stage.steps + 1)]
+            assert before.lr_end < rates[0] <= stage.lr
+            assert stage.warmup * stage.steps >= 0.95  # a tenth of ten steps
+            assert 0.9 * stage.lr < max(rates) <= stage.lr
+            assert stage.long_times >= 3
+            assert stage.lr < before.lr
+        done += stage.steps * stage.batch_tokens
+        assert {"retrieval", "chains"} <= stage.mix.keys()
+        assert {**run.data.sources, **TASKS}.keys() >= stage.mix.keys()
+    assert recipes.get("ladder").stages[-1].context == 2**20
+    assert run.stages[0].tokens > sum(stage.tokens for stage in run.stages[1:])  # most tokens are short
+
+
 def test_a_ladder_keeps_what_is_the_first_ones() -> None:
     first = recipes.get("nano_128").replace(seed=3)
-    assert ladder(first, recipes.get("nano_8k")).seed == 3
-    assert ladder(first) == first
+    assert joined(first, recipes.get("nano_8k")).seed == 3
+    assert joined(first) == first
 
 
 def test_long_context_goes_to_a_million_on_public_text() -> None:

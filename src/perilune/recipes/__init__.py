@@ -6,6 +6,7 @@ A recipe is called and changed: `nano().replace(seed=1)`, or `perilune train nan
 from collections.abc import Callable
 
 from perilune.core.errors import ConfigError, nearest
+from perilune.recipes import ladder
 from perilune.recipes.long_context import recipes
 from perilune.recipes.nano import nano, nano_2k, nano_8k, nano_128, nano_512
 from perilune.train.config import Run
@@ -20,6 +21,7 @@ RECIPES: dict[str, Callable[[], Run]] = {
     **recipes("1b", tokens=2e10, batch_tokens=524_288, lr=1e-3),
     **recipes("10b", tokens=3e11, batch_tokens=4_194_304, lr=5e-4),
     **recipes("k3", tokens=1.5e13, batch_tokens=67_108_864, lr=2e-4),
+    **ladder.RECIPES,
 }
 
 

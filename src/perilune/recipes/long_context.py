@@ -10,7 +10,7 @@ from typing import Any
 
 from perilune.data.source import TextSource
 from perilune.models.k3 import presets
-from perilune.recipes.ladder import ladder
+from perilune.recipes.joined import joined
 from perilune.train.config import DataConfig, OptimizerConfig, Run, Stage
 
 AT_ONCE = 65_536
@@ -59,7 +59,7 @@ def long_context(preset: str, tokens: float, batch_tokens: int, lr: float) -> Ru
 
     tokens: of the whole run.  batch_tokens: of a step, at every length; one context at least.  lr: the first peak.
     """
-    return ladder(*(stage(preset, tokens, batch_tokens, lr) for stage in STAGES.values()))
+    return joined(*(stage(preset, tokens, batch_tokens, lr) for stage in STAGES.values()))
 
 
 def recipes(preset: str, tokens: float, batch_tokens: int, lr: float) -> dict[str, Callable[[], Run]]:

@@ -5,13 +5,13 @@ begun where another one ended (`init=runs/nano_128`); `nano` is all four.
 """
 
 from perilune.models.k3 import presets
-from perilune.recipes.ladder import ladder
+from perilune.recipes.joined import joined
 from perilune.train.config import DataConfig, OptimizerConfig, Run, Stage
 
 
 def nano() -> Run:
     """2.0M tokens: the four stages one after the other."""
-    return ladder(nano_128(), nano_512(), nano_2k(), nano_8k())
+    return joined(nano_128(), nano_512(), nano_2k(), nano_8k())
 
 
 def nano_128() -> Run:
