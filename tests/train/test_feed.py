@@ -84,6 +84,18 @@ def test_a_context_too_short_for_a_task_is_refused_whichever_stage_has_it() -> N
         feed(LONG, STAGES[1].replace(mix={"text": 1, "needle": 1}))
 
 
+def test_tasks_take_the_options_that_the_data_have_for_them() -> None:
+    def pairs(options: dict) -> int:
+        made = Feed(run(stages=(LONG,), data=DATA.replace(tasks=options)), corpora={"text": corpus()})
+        return made.batches.streams["needle"].task.pairs
+
+    assert (pairs({}), pairs({"needle": {"pairs": 2}})) == (8, 2)
+    with pytest.raises(ConfigError, match=r"data\.tasks: there is no task called 'needles'; do you mean 'needle'"):
+        pairs({"needles": {"pairs": 2}})
+    with pytest.raises(ConfigError, match="pairs: expected 1 to 64"):
+        pairs({"needle": {"pairs": 0}})
+
+
 def test_documents_too_short_for_a_stage_are_refused_whichever_stage_it_is() -> None:
     with pytest.raises(DataError, match=r"min_document: expected at most .* tokens .*, got 100000"):
         feed(STAGES[0], STAGES[1].replace(min_document=100_000))

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from perilune.core.config import Config, require
 from perilune.data.source import TextSource
@@ -23,6 +23,8 @@ class DataConfig(Config):
     """Of the byte-level BPE trained on the training text; where little text gives fewer tokens, that many."""
     tokenizer: str | None = None
     """A folder with a `tokenizer.json` to use instead of training one."""
+    tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Options of tasks by their names, such as `{"needle": {"pairs": 4}}`."""
 
     def __post_init__(self) -> None:
         require(bool(self.sources), "sources", "at least one", "none", 'add {"text": {}}')

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from perilune.core.errors import ConfigError, DataError
+from perilune.core.errors import ConfigError, DataError, nearest
 from perilune.data.corpus import Corpus, Document
 from perilune.data.mixture import Mixture, check_mix
 from perilune.data.packing import Batch
@@ -41,7 +41,7 @@ class Feed:
         tokenizer: ByteBPE | None = None,
         corpora: Mapping[str, Corpus | StreamedCorpus] | None = None,
     ) -> None:
-        self._seed = run.seed
+        self._seed, self._options = run.seed, run.data.tasks
         used = list(dict.fromkeys(chain.from_iterable(stage.mix for stage in run.stages)))
         sources = run.data.sources
         if ambiguous := sources.keys() & TASKS.keys():
@@ -49,6 +49,9 @@ class Feed:
                 f"data.sources: expected names apart from those of tasks, got {min(ambiguous)!r}; choose another"
             )
         check_mix(used, {*sources, *TASKS})  # before anything is read
+        for name in run.data.tasks:
+            if name not in TASKS:
+                raise ConfigError(f"data.tasks: there is no task called {name!r}; {nearest(name, TASKS)}")
         self.corpora = dict(corpora or {name: open_source(source) for name, source in sources.items()})
         for name, corpus in self.corpora.items():
             _check(name, corpus)
@@ -71,7 +74,7 @@ class Feed:
     def _stream(self, name: str) -> Stream:
         if name in self.corpora:
             return self.corpora[name].stream(self.tokenizer, self._seed)
-        return TaskStream(TASKS[name](self.tokenizer, self.filler), self._seed)
+        return TaskStream(TASKS[name](self.tokenizer, self.filler, **self._options.get(name, {})), self._seed)
 
     @cached_property
     def filler(self) -> list[np.ndarray]:
