@@ -102,11 +102,13 @@ class GatedMLA(nn.Module):
         if len(set(counts)) == 1:  # equal lengths: one batch
             a, b, c = (t.reshape(len(counts), counts[0], *t.shape[2:]) for t in (q, k, v))
             return causal_attention(a, b, c, self.scale).reshape(*q.shape[:3], self.v_dim)
+        if not counts:  # no token either; every parameter has its gradient of zero
+            return q[..., :1] * v
         rows_q, rows_k, rows_v = (t.flatten(0, 1).split(counts) for t in (q, k, v))
         outputs = [
             causal_attention(a[None], b[None], c[None], self.scale)[0] for a, b, c in zip(rows_q, rows_k, rows_v)
         ]
-        return torch.cat([v.flatten(0, 1)[:0], *outputs]).view(*q.shape[:3], self.v_dim)  # even without a document
+        return torch.cat(outputs).view(*q.shape[:3], self.v_dim)
 
     def _cached_attention(
         self, q: Tensor, latents: Tensor, cache: LatentCache, counts: list[int], packed: bool

@@ -128,10 +128,8 @@ class StableLatentMoE(nn.Module):
         scores = self.gate(tokens)  # [M, E]
         ids, weights = route(scores, self.balancer.bias, self.top_k, **self.routing)
         self.auxiliary_loss = self.balancer.observe(scores, ids, None if mask is None else mask.reshape(-1))
-        routed = self._routed(tokens, ids, weights)
-        if self.shared_experts is not None:
-            routed = routed + self.shared_experts(tokens)
-        return routed.view(x.shape)
+        routed = self._routed(tokens, ids, weights).view(x.shape)
+        return routed if self.shared_experts is None else routed + self.shared_experts(x)
 
     def _routed(self, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         z = tokens if self.routed_expert_down_proj is None else self.routed_expert_down_proj(tokens)

@@ -41,6 +41,11 @@ def sharding(param: Any) -> tuple[int, int] | None:
     return (cuts[0][0] % param.dim(), cuts[0][1]) if cuts else None
 
 
+def shard_of(rows: Tensor, param: Any, axis: int) -> Tensor:
+    """Of something with an entry for every row of a parameter cut along that mesh dimension: this rank's entries."""
+    return _chunks(rows, 0, param.device_mesh.size(axis))[param.device_mesh.get_local_rank(axis)]
+
+
 def cuts_of_shard(param: Any, blocks: Blocks) -> Blocks | None:
     """The blocks of this rank's part if every rank has only whole ones, so that none need travel; else None."""
     cut = sharding(param)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -98,6 +99,7 @@ class K3Model(nn.Module):
         labels: Tensor | None = None,
         targets: Tensor | None = None,
         answers: Tensor | None = None,
+        mean_over: "dist.ProcessGroup | None" = None,
     ) -> K3Output:
         """`input_ids: [B, T]`.
 
@@ -108,6 +110,8 @@ class K3Model(nn.Module):
         targets: [B, T], already shifted: what each position is to predict.  Gives the loss without keeping logits.
         answers: [B, T], beside `targets` and shifted like them: a loss of their own, for a few tokens that matter would
         drown in the mean over all.
+        mean_over: a process group whose ranks have documents of their own, perhaps none: losses are means over the
+        targets of all of them, and each rank has its own targets' part.  Parts and their gradients add up.
         """
         if input_ids.dim() != 2:
             raise ShapeError(f"input_ids: expected [B, T], got {list(input_ids.shape)}; add a batch axis")
@@ -132,9 +136,9 @@ class K3Model(nn.Module):
         if labels is not None:
             targets = shifted(labels, cu)
         if targets is not None:
-            losses = self._losses(input_ids, h, features, targets, cu)
+            losses = self._losses(input_ids, h, features, targets, cu, mean_over)
             if answers is not None:
-                losses["answers"] = self._cross_entropy(features, answers)
+                losses["answers"] = self._cross_entropy(features, answers, mean_over)
             output.loss = self._total(losses)
             output.losses = {name: loss.detach() for name, loss in losses.items()}
         return output
@@ -166,9 +170,15 @@ class K3Model(nn.Module):
         return output
 
     def _losses(
-        self, input_ids: Tensor, h: Tensor, features: Tensor, targets: Tensor, cu: list[int] | None
+        self,
+        input_ids: Tensor,
+        h: Tensor,
+        features: Tensor,
+        targets: Tensor,
+        cu: list[int] | None,
+        mean_over: "dist.ProcessGroup | None",
     ) -> dict[str, Tensor]:
-        losses = {"next_token": self._cross_entropy(features, targets)}
+        losses = {"next_token": self._cross_entropy(features, targets, mean_over)}
         if self.training and len(self.model.mtp):
             # The token after each: a target, or, where nothing is learned from it, the next input of its document.
             following = torch.where(targets == IGNORED, shifted(input_ids, cu), targets)
@@ -178,7 +188,7 @@ class K3Model(nn.Module):
                 embedding = self.model.embed_tokens(following.clamp(min=0))
                 h, features = layer(h, embedding, cu_seqlens=cu, mask=known)
                 following, targets = shifted(following, cu), shifted(targets, cu)
-                further.append(self._cross_entropy(features, targets))
+                further.append(self._cross_entropy(features, targets, mean_over))
             losses["mtp"] = torch.stack(further).mean()
         if self.training:
             balance = [moe.auxiliary_loss for moe in self._moes() if moe.auxiliary_loss is not None]
@@ -186,10 +196,13 @@ class K3Model(nn.Module):
                 losses["balance"] = torch.stack(balance).sum()
         return losses
 
-    def _cross_entropy(self, features: Tensor, targets: Tensor) -> Tensor:
+    def _cross_entropy(self, features: Tensor, targets: Tensor, mean_over: "dist.ProcessGroup | None" = None) -> Tensor:
         """Mean over the targets that are not ignored; 0 where there are none.  The logits are never held."""
         total = linear_cross_entropy(features.flatten(0, 1), self.lm_head.weight, targets.flatten())
-        return total / (targets != IGNORED).sum().clamp(min=1)
+        count = (targets != IGNORED).sum()
+        if mean_over is not None:
+            dist.all_reduce(count, group=mean_over)
+        return total / count.clamp(min=1)
 
     def _total(self, losses: dict[str, Tensor]) -> Tensor:
         config = self.config
@@ -256,6 +269,8 @@ class K3Model(nn.Module):
 
 def shifted(labels: Tensor, cu: Sequence[int] | None) -> Tensor:
     """What each position is to predict: the next label of its document, -100 at a document's end.  `[B, T]`."""
+    if not labels.shape[1]:  # a rank without tokens
+        return labels
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
     if cu is not None:
         ends = [end - 1 for start, end in itertools.pairwise(cu) if end > start]

@@ -1,0 +1,58 @@
+"""A model spread over the ranks of a mesh: every parameter in equal parts, put together where it is used.
+
+PyTorch's FSDP does the work.  What it gathers and frees at a time are a layer's two sublayers, which take and return
+tensors; a whole layer hands on a `DepthStream`, into which its hooks do not see.  Embedding, head, norms and mixers are
+gathered when a step begins, until it ends.
+"""
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from perilune.models.k3.layer import DecoderLayer
+from perilune.models.k3.model import K3Model
+
+
+def shard_(model: K3Model, mesh: DeviceMesh) -> K3Model:
+    """Leaves of every parameter this rank's part, cut along its first dimension; returns `model`.
+
+    All ranks have drawn or loaded the same values.  mesh: one dimension, over whose ranks gradients are *summed*: each
+    rank's loss is its part of the whole (`mean_over`).  Parameters, gradients and sums are float32 as without ranks,
+    under autocast too; buffers stay whole on every rank.
+    """
+    for layer in model.modules():
+        if isinstance(layer, DecoderLayer):
+            for sublayer in (layer.self_attn, layer.mlp, layer.block_sparse_moe):
+                if sublayer is not None:
+                    fully_shard(sublayer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # a plain sum, which gloo has too
+    return model
+
+
+@torch.no_grad()
+def whole_state(model: K3Model, keep: bool) -> dict[str, Tensor]:
+    """Every parameter and saved buffer whole, on the CPU; nothing where `keep` is False.  Every rank has to call it."""
+    state = {}
+    for name, tensor in model.state_dict().items():
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
+        if keep:
+            state[name] = tensor.to("cpu", copy=True)
+    return state
+
+
+def whole_copy(model: K3Model, keep: bool, device: torch.device | str = "cpu") -> K3Model | None:
+    """The model in one piece where `keep` is True, in its mode; None elsewhere.  Every rank has to call it."""
+    state = whole_state(model, keep)
+    if not keep:
+        return None
+    with torch.random.fork_rng(devices=[]):
+        copy = K3Model(model.config)
+    copy.load_state_dict(state)
+    return copy.to(device).train(model.training)
