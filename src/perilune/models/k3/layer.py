@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -82,13 +83,18 @@ class DecoderLayer(nn.Module):
         cache: Any = None,
         cu_seqlens: Sequence[int] | None = None,
         mask: Tensor | None = None,
+        group: "dist.ProcessGroup | None" = None,
     ) -> None:
-        """Moves `stream` one layer up.  `mask: [B, T]`, True at tokens that count for the balancer."""
-        stream.add(self._run(self._attend, stream.read(self.self_attention_res), cache, cu_seqlens))
+        """Moves `stream` one layer up.  `mask: [B, T]`, True at tokens that count for the balancer; group: the ranks
+        over which rows are cut."""
+        stream.add(self._run(self._attend, stream.read(self.self_attention_res), cache, cu_seqlens, group))
         stream.add(self._run(self._feed, stream.read(self.mlp_res), mask))
 
-    def _attend(self, h: Tensor, cache: Any, cu_seqlens: Sequence[int] | None) -> Tensor:
-        return self.self_attn(as_autocast(self.input_layernorm(h)), cache=cache, cu_seqlens=cu_seqlens)
+    def _attend(
+        self, h: Tensor, cache: Any, cu_seqlens: Sequence[int] | None, group: "dist.ProcessGroup | None"
+    ) -> Tensor:
+        cut = {} if group is None else {"group": group}  # not every attention can
+        return self.self_attn(as_autocast(self.input_layernorm(h)), cache=cache, cu_seqlens=cu_seqlens, **cut)
 
     def _feed(self, h: Tensor, mask: Tensor | None) -> Tensor:
         x = as_autocast(self.post_attention_layernorm(h))
@@ -122,10 +128,16 @@ class MTPLayer(nn.Module):
         self.norm = RMSNorm(d, eps)
 
     def forward(
-        self, h: Tensor, embedding: Tensor, *, cu_seqlens: Sequence[int] | None, mask: Tensor | None
+        self,
+        h: Tensor,
+        embedding: Tensor,
+        *,
+        cu_seqlens: Sequence[int] | None,
+        mask: Tensor | None,
+        group: "dist.ProcessGroup | None" = None,
     ) -> tuple[Tensor, Tensor]:
         """`h`, `embedding` (of each next token): [B, T, D].  Returns h' and its norm, which goes to the head."""
         x = self.eh_proj(torch.cat([self.hnorm(h), self.enorm(embedding)], dim=-1))
         stream = DepthStream(x, period=None)
-        self.layer(stream, cu_seqlens=cu_seqlens, mask=mask)
+        self.layer(stream, cu_seqlens=cu_seqlens, mask=mask, group=group)
         return stream.live, self.norm(stream.live)

@@ -21,6 +21,7 @@ from perilune.nn.norm import GatedHeadNorm
 from perilune.ops import linear_cross_entropy
 from perilune.ops.cross_entropy import IGNORED
 from perilune.ops.packing import boundaries
+from perilune.ops.shards import gather, place_in
 from perilune.ops.upload import on_device
 from perilune.optim.roles import Roles
 
@@ -55,11 +56,19 @@ class Backbone(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mtp = nn.ModuleList(MTPLayer(config) for _ in range(config.num_nextn_predict_layers))
 
-    def forward(self, input_ids: Tensor, cache: HybridCache | None, cu_seqlens: Sequence[int] | None) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        cache: HybridCache | None,
+        cu_seqlens: Sequence[int] | None,
+        mask: Tensor | None = None,
+        group: "dist.ProcessGroup | None" = None,
+    ) -> Tensor:
         """The features before the last norm: [B, T] to [B, T, D]."""
         stream = DepthStream(self.embed_tokens(input_ids), self.period)
         for i, layer in enumerate(self.layers):
-            layer(stream, cache=None if cache is None else cache.layers[i], cu_seqlens=cu_seqlens)
+            past = None if cache is None else cache.layers[i]
+            layer(stream, cache=past, cu_seqlens=cu_seqlens, mask=mask, group=group)
         return stream.mixed(self.output_attn_res)
 
 
@@ -99,7 +108,9 @@ class K3Model(nn.Module):
         labels: Tensor | None = None,
         targets: Tensor | None = None,
         answers: Tensor | None = None,
+        group: "dist.ProcessGroup | None" = None,
         mean_over: "dist.ProcessGroup | None" = None,
+        padding: int = 0,
     ) -> K3Output:
         """`input_ids: [B, T]`.
 
@@ -110,8 +121,12 @@ class K3Model(nn.Module):
         targets: [B, T], already shifted: what each position is to predict.  Gives the loss without keeping logits.
         answers: [B, T], beside `targets` and shifted like them: a loss of their own, for a few tokens that matter would
         drown in the mean over all.
-        mean_over: a process group whose ranks have documents of their own, perhaps none: losses are means over the
-        targets of all of them, and each rank has its own targets' part.  Parts and their gradients add up.
+        group: a process group over whose ranks rows are cut, equally and without gaps: everything [B, T] is this rank's
+            shard, `cu_seqlens` the boundaries in the whole row.  Every rank calls, and runs its backward pass.
+        padding: how many of the whole row's last tokens, documents of their own, only fill it up: no balancer counts
+            them.
+        mean_over: `group` if left out; or a process group whose ranks have documents of their own, perhaps none: losses
+            are means over the targets of all, each rank has its own targets' part, and parts and gradients add up.
         """
         if input_ids.dim() != 2:
             raise ShapeError(f"input_ids: expected [B, T], got {list(input_ids.shape)}; add a batch axis")
@@ -127,16 +142,24 @@ class K3Model(nn.Module):
                 )
         if attention_mask is not None:
             return self._forward_padded(input_ids, attention_mask.bool(), cache, cu_seqlens, labels, targets, answers)
-        cu = boundaries(cu_seqlens, *input_ids.shape)
-        h = self.model(input_ids, cache, cu)
+        if group is not None and cache is not None:
+            raise ShapeError("cache: expected none beside group, got both; decode in one process, without a group")
+        rank, ranks = (0, 1) if group is None else place_in(group)
+        mean_over = group if mean_over is None else mean_over
+        (B, T), real = input_ids.shape, None
+        cu = boundaries(cu_seqlens, B, T * ranks)
+        if padding:
+            real = (torch.arange(T, device=input_ids.device) < T * (ranks - rank) - padding).expand(B, T)
+        h = self.model(input_ids, cache, cu, real, group)
         features = self.model.norm(h)
         output = K3Output(cache=cache)
         if targets is None:
             output.logits = self.lm_head(features)
         if labels is not None:
-            targets = shifted(labels, cu)
+            targets = shifted(labels, cu, group)
         if targets is not None:
-            losses = self._losses(input_ids, h, features, targets, cu, mean_over)
+            known = input_ids if real is None else input_ids.masked_fill(~real, IGNORED)
+            losses = self._losses(known, h, features, targets, cu, group, mean_over)
             if answers is not None:
                 losses["answers"] = self._cross_entropy(features, answers, mean_over)
             output.loss = self._total(losses)
@@ -176,18 +199,19 @@ class K3Model(nn.Module):
         features: Tensor,
         targets: Tensor,
         cu: list[int] | None,
+        group: "dist.ProcessGroup | None",
         mean_over: "dist.ProcessGroup | None",
     ) -> dict[str, Tensor]:
         losses = {"next_token": self._cross_entropy(features, targets, mean_over)}
         if self.training and len(self.model.mtp):
             # The token after each: a target, or, where nothing is learned from it, the next input of its document.
-            following = torch.where(targets == IGNORED, shifted(input_ids, cu), targets)
+            following = torch.where(targets == IGNORED, shifted(input_ids, cu, group), targets)
             further = []
             for layer in self.model.mtp:
                 known = following != IGNORED
                 embedding = self.model.embed_tokens(following.clamp(min=0))
-                h, features = layer(h, embedding, cu_seqlens=cu, mask=known)
-                following, targets = shifted(following, cu), shifted(targets, cu)
+                h, features = layer(h, embedding, cu_seqlens=cu, mask=known, group=group)
+                following, targets = shifted(following, cu, group), shifted(targets, cu, group)
                 further.append(self._cross_entropy(features, targets, mean_over))
             losses["mtp"] = torch.stack(further).mean()
         if self.training:
@@ -267,8 +291,14 @@ class K3Model(nn.Module):
         save(self, Path(folder))
 
 
-def shifted(labels: Tensor, cu: Sequence[int] | None) -> Tensor:
-    """What each position is to predict: the next label of its document, -100 at a document's end.  `[B, T]`."""
+def shifted(labels: Tensor, cu: Sequence[int] | None, group: "dist.ProcessGroup | None" = None) -> Tensor:
+    """What each position is to predict: the next label of its document, -100 at a document's end.  `[B, T]`.
+
+    group: the ranks over which the rows are cut, whose boundaries `cu` then are.
+    """
+    if group is not None:
+        (rank, ranks), whole = place_in(group), gather(labels, group).transpose(0, 1).flatten(1, 2)
+        return shifted(whole, cu).chunk(ranks, 1)[rank]
     if not labels.shape[1]:  # a rank without tokens
         return labels
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
