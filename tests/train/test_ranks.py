@@ -1,19 +1,20 @@
 """A run on several ranks is the run of one process; the ranks are processes of this machine."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from perilune.core.errors import BackendError, CheckpointError, ConfigError, DataError
+from perilune.data.packing import IGNORE
 from perilune.models.k3 import K3Model
 from perilune.train.checkpoint import Checkpoints
 from perilune.train.loop import Diverged
 from perilune.train.parallel import checkpoint as parts
 from perilune.train.parallel.checkpoint import export, in_parts
-from perilune.train.parallel.feed import dealt
+from perilune.train.parallel.feed import dealt, shards
+from perilune.train.parallel.layout import Layout
 from perilune.train.parallel.ranks import Ranks, explained
 from ranks import one_rank, run_ranks
 from tiny_run import run, trainer
@@ -27,8 +28,8 @@ def made(**changes):
     return plain.replace(optimizer=plain.optimizer.replace(qk_clip=0.01, qk_clip_every=2), **changes)
 
 
-def together():
-    return Ranks(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",)))
+def together(**layout):
+    return Ranks("cpu", Layout(**layout))
 
 
 def curve(trainer, steps):
@@ -53,8 +54,13 @@ def assert_same(weights, expected, error=0.0):
 ROUNDING = 1e-4  # AdamW divides by the size of a gradient, however small
 
 
-def check_curve(rank, ranks, options, expected, state):
-    many = trainer(made(**options), ranks=together())
+def check_curve(rank, ranks, layouts, expected, state):
+    for layout in layouts:
+        check_layout(rank, layout, expected, state)
+
+
+def check_layout(rank, layout, expected, state):
+    many = trainer(made(), ranks=together(**layout))
     torch.testing.assert_close(curve(many, STEPS), expected, rtol=2e-5, atol=1e-6)
     own = weights(many)
     assert (own is None) == (rank > 0)
@@ -65,12 +71,18 @@ def check_curve(rank, ranks, options, expected, state):
     assert all(map(torch.equal, loads, first))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+LAYOUTS = {
+    2: [{}, {"context": 2}, {"expert": 2}, {"context": 2, "expert": 2}],
+    4: [{}, {"context": 2}, {"expert": 2}, {"context": 2, "expert": 4}],
+}
+
+
+@pytest.mark.parametrize("ranks", LAYOUTS)
 def test_ranks_have_the_curve_of_one_process(tmp_path, ranks):
     """Losses, norms and weights, after steps with QK-clip; four ranks are more than some batches have documents."""
     alone = trainer(made())
     expected = curve(alone, STEPS)
-    run_ranks(ranks, tmp_path, check_curve, {}, expected, weights(alone))
+    run_ranks(ranks, tmp_path, check_curve, LAYOUTS[ranks], expected, weights(alone))
 
 
 def check_gradients(rank, ranks, expected):
@@ -108,8 +120,8 @@ def test_narrow_products_leave_wide_what_one_process_leaves_wide(tmp_path):
     run_ranks(2, tmp_path, check_gradients, gradients(trainer(made(precision="bfloat16"))))
 
 
-def check_resumed(rank, ranks, folder, expected, state):
-    checkpoints = Checkpoints(folder, together())
+def check_resumed(rank, ranks, folder, layout, expected, state):
+    checkpoints = Checkpoints(folder, together(**layout))
     assert not in_parts(checkpoints.latest())
     many = trainer(made(), ranks=checkpoints.ranks, checkpoint=checkpoints.latest())
     assert many.steps_done == 2
@@ -130,15 +142,16 @@ def all_state(trainer):
     return [getattr(x, "to_local", x.detach)() for x in (*trainer.model.parameters(), *states)]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_run_goes_on_in_another_world_and_back(tmp_path, ranks):
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "layout"), [(2, {}), (4, {"context": 2, "expert": 2})])
+def test_a_run_goes_on_in_another_world_and_back(tmp_path, ranks, layout):
     """One process, then several, then one again; each takes up what the one before wrote."""
     straight, first = trainer(made()), trainer(made())
     expected = curve(straight, 6)
     curve(first, 2)
     checkpoints = Checkpoints(tmp_path)
     first.checkpoint(checkpoints)
-    run_ranks(ranks, tmp_path, check_resumed, tmp_path, expected[2:4], weights(first))
+    run_ranks(ranks, tmp_path, check_resumed, tmp_path, layout, expected[2:4], weights(first))
 
     checkpoint = checkpoints.latest()
     last = trainer(made(), checkpoint=checkpoint)
@@ -212,6 +225,47 @@ def test_a_rank_that_is_lost_is_said_to_be(tmp_path):
             raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4242")
         with pytest.raises(RuntimeError, match="another"), explained(ranks):
             raise RuntimeError("another")
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_shards_are_the_row(ranks):
+    """End to end they are it, and what fills it up is the first token again, with nothing to predict."""
+    (row,) = dealt(trainer(made()).feed.next(), 1)
+    length = row.input_ids.shape[1] - 1  # 95
+    row = replace(row, input_ids=row.input_ids[:, :-1], labels=row.labels[:, :-1], cu_seqlens=torch.tensor([0, 9, 95]))
+    cut = shards(row, ranks)
+    assert len({part.input_ids.shape for part in cut}) == 1
+    ids, labels = (torch.cat([getattr(part, name) for part in cut], 1) for name in ("input_ids", "labels"))
+    padding = ids.shape[1] - length
+    assert 0 <= padding < ranks
+    assert torch.equal(ids[:, :length], row.input_ids)
+    assert torch.equal(labels[:, :length], row.labels)
+    assert ids[0, length:].tolist() == [int(ids[0, 0])] * padding
+    assert labels[0, length:].tolist() == [IGNORE] * padding
+    for part in cut:
+        assert (part.padding, part.size) == (padding, row.size)
+        assert part.cu_seqlens.tolist() == [0, 9, 95, *range(96, 96 + padding)]
+
+
+def test_an_empty_row_is_cut_too():
+    (row,) = dealt(trainer(made()).feed.next(), 1)
+    none = replace(row, input_ids=row.input_ids[:, :0], labels=row.labels[:, :0], cu_seqlens=torch.tensor([0]))
+    assert [(part.input_ids.shape, part.padding) for part in shards(none, 3)] == [((1, 0), 0)] * 3
+
+
+@pytest.mark.parametrize(
+    ("layout", "line"),
+    [
+        ({"context": 3}, "layout.context: expected a divisor of 4 ranks, got 3"),
+        ({"expert": 3}, "layout.expert: expected a divisor of 4 ranks, got 3"),
+        ({"expert": 4}, "layout.expert: expected a divisor of 6 experts, got 4"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused(layout, line):
+    with pytest.raises(ConfigError, match=line):
+        Layout(**layout).check(ranks=4, experts=6)
+    with pytest.raises(ConfigError, match="context: expected at least 1, got 0"):
+        Layout(context=0)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 50])

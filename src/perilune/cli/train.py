@@ -68,6 +68,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="go on with the run in this folder, or from a checkpoint",
     )
     parser.add_argument("--device", type=device_name, default="auto", help="auto, cpu, cuda or cuda:1 (auto)")
+    parser.add_argument(
+        "--layout",
+        nargs="+",
+        default=[],
+        metavar="key=value",
+        help="how ranks share the work: context=N cuts rows over N of them, expert=N spreads experts",
+    )
     parser.add_argument("--tensorboard", action="store_true", help="write what metrics.jsonl gets for TensorBoard too")
     parser.add_argument("--print", action="store_true", dest="show", help="print the resolved recipe and stop")
 
@@ -92,9 +99,11 @@ def run(args: argparse.Namespace) -> int:
 
     from rich.console import Console
 
+    from perilune.train.parallel.layout import Layout
     from perilune.train.parallel.ranks import explained, joined
 
-    with joined(find_device(args.device)) as (ranks, device), explained(ranks):
+    layout = Layout().override(args.layout)
+    with joined(find_device(args.device), layout) as (ranks, device), explained(ranks):
         way = begin if args.resume is None else resume
         if args.resume is not None and args.out is not None and args.out.resolve() != args.resume.resolve():
             way = branch

@@ -36,6 +36,11 @@ class Batch:
         """Tokens in the step."""
         return self.input_ids.numel()
 
+    @property
+    def padding(self) -> int:
+        """How many of the row's last tokens only fill it up."""
+        return 0
+
 
 class PackedText:
     """A stream over documents in memory, cut into pieces and shuffled anew every epoch.

@@ -48,12 +48,13 @@ def shard_of(rows: Tensor, param: Any, axis: int) -> Tensor:
 
 def cuts_of_shard(param: Any, blocks: Blocks) -> Blocks | None:
     """The blocks of this rank's part if every rank has only whole ones, so that none need travel; else None."""
+    dims = [getattr(p, "dim", 0) % param.dim() for p in param.placements if not p.is_replicate()]
+    if all(dim < param.dim() - 2 for dim in dims):  # whole matrices of a stack, over however many mesh dimensions
+        return blocks
     cut = sharding(param)
     if cut is None:
         return blocks
     dim, axis = cut
-    if dim < param.dim() - 2:
-        return blocks
     rows = param.dim() - (1 if blocks.columns else 2)
     ranks = param.device_mesh.size(axis)
     return replace(blocks, repeat=blocks.repeat // ranks) if dim == rows and blocks.repeat % ranks == 0 else None

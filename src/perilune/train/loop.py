@@ -123,9 +123,10 @@ class Trainer:
         self.mixed = run.precision == "bfloat16"
         torch.manual_seed(run.seed)
         self.model = K3Model(run.model)  # first: what is wrong with it shows before the text is read
-        if self.ranks.mesh is not None:
+        if self.ranks.flat_mesh is not None:
             check_rule(run.model.balance.kind)
-            shard_(self.model, self.ranks.mesh)
+            self.ranks.layout.check(self.ranks.size, run.model.num_experts)
+            shard_(self.model, self.ranks.flat_mesh, self.ranks.expert_mesh)
         self.model.to(self.device)
         if run.compile_norms:
             self.model.compile_norms()
@@ -302,7 +303,9 @@ class Trainer:
                 cu_seqlens=batch.cu_seqlens,
                 targets=on_device(batch.labels, self.device),
                 answers=None if batch.answers is None else on_device(batch.answers, self.device),
+                group=self.ranks.context,
                 mean_over=self.ranks.tokens,
+                padding=batch.padding,
             )
         assert output.loss is not None
         output.loss.backward()

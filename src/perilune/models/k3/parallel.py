@@ -6,22 +6,31 @@ gathered when a step begins, until it ends.
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from perilune.models.k3.layer import DecoderLayer
 from perilune.models.k3.model import K3Model
+from perilune.nn.moe import Experts
 
 
-def shard_(model: K3Model, mesh: DeviceMesh) -> K3Model:
+def shard_(model: K3Model, mesh: DeviceMesh, expert_mesh: DeviceMesh | None = None) -> K3Model:
     """Leaves of every parameter this rank's part, cut along its first dimension; returns `model`.
+
+    expert_mesh: the same ranks in two dimensions, "dp_shard" and "ep": experts are spread over the latter's, where they
+    stay and tokens travel to them, and each rank's are cut over the former's as other parameters are over all.
 
     All ranks have drawn or loaded the same values.  mesh: one dimension, over whose ranks gradients are *summed*: each
     rank's loss is its part of the whole (`mean_over`).  Parameters, gradients and sums are float32 as without ranks,
     under autocast too; buffers stay whole on every rank.
     """
+    if expert_mesh is not None:
+        for experts in model.modules():
+            if isinstance(experts, Experts):
+                spread_(experts, expert_mesh["ep"])
+                fully_shard(experts, mesh=expert_mesh["dp_shard"])
     for layer in model.modules():
         if isinstance(layer, DecoderLayer):
             for sublayer in (layer.self_attn, layer.mlp, layer.block_sparse_moe):
@@ -33,6 +42,13 @@ def shard_(model: K3Model, mesh: DeviceMesh) -> K3Model:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # a plain sum, which gloo has too
     return model
+
+
+def spread_(experts: Experts, mesh: DeviceMesh) -> None:
+    """Leaves this rank its run of the experts."""
+    for name, whole in list(experts.named_parameters()):
+        own = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
+        experts.register_parameter(name, nn.Parameter(own))
 
 
 @torch.no_grad()

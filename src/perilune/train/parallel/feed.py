@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from perilune.core.errors import ConfigError
-from perilune.data.packing import Batch
+from perilune.data.packing import IGNORE, Batch
 from perilune.data.tokenizer import ByteBPE
 from perilune.train.config import Stage
 from perilune.train.feed import Feed
@@ -18,10 +18,11 @@ from perilune.train.parallel.ranks import Ranks
 
 @dataclass(frozen=True)
 class Part(Batch):
-    """A rank's documents of a batch; it may have none."""
+    """A rank's documents of a batch, perhaps none; or its shard of a row of them, with the whole row's boundaries."""
 
     size: int = 0
     """Tokens in the whole batch, of all ranks."""
+    padding: int = 0
 
 
 class SharedFeed:
@@ -52,7 +53,13 @@ class SharedFeed:
 
     def next(self) -> Batch:
         """This rank's part of the next batch."""
-        return self.ranks.scatter(lambda: dealt(self.feed.next(), self.ranks.size))
+        context = self.ranks.layout.context
+
+        def parts() -> list[Part]:
+            rows = dealt(self.feed.next(), self.ranks.size // context)
+            return [shard for row in rows for shard in shards(row, context)]
+
+        return self.ranks.scatter(parts)
 
     def state_dict(self) -> dict[str, Any]:
         """See `Feed`; on the first rank alone, empty elsewhere."""
@@ -94,6 +101,25 @@ def part_of(batch: Batch, spans: list[tuple[int, int]]) -> Part:
         None if batch.answers is None else of(batch.answers),
         size=batch.size,
     )
+
+
+def shards(row: Part, ranks: int) -> list[Part]:
+    """A row cut into so many contiguous shards of one length, filled up at its end if need be.
+
+    What fills it is the row's first token again, documents of one token each: what attention computes of them it has
+    computed already, so that not even a maximum over tokens changes.
+    """
+    padding = -row.input_ids.shape[1] % ranks
+
+    def cut(x: Tensor, fill: Tensor) -> tuple[Tensor, ...]:
+        return torch.cat([x, fill.expand(1, padding)], 1).chunk(ranks, 1) if x.shape[1] else (x,) * ranks
+
+    nothing = row.labels.new_tensor(IGNORE)
+    ids, labels = cut(row.input_ids, row.input_ids[:, :1]), cut(row.labels, nothing)
+    answers = (None,) * ranks if row.answers is None else cut(row.answers, nothing)
+    end = int(row.cu_seqlens[-1])
+    cu = torch.cat([row.cu_seqlens, torch.arange(end + 1, end + padding + 1)])
+    return [Part(i, label, cu, answer, row.size, padding) for i, label, answer in zip(ids, labels, answers)]
 
 
 def check_rule(kind: str) -> None:

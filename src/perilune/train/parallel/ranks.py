@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from perilune.core.errors import BackendError, ConfigError
+from perilune.train.parallel.layout import Layout
 
 T = TypeVar("T")
 PATIENCE = timedelta(hours=24)
@@ -25,18 +26,35 @@ PATIENCE = timedelta(hours=24)
 
 
 class Ranks:
-    """`Ranks()` is this process alone; `Ranks(mesh)` is all of the processes that made this mesh.
+    """`Ranks()` is this process alone; `Ranks("cpu")`, or "cuda", is all processes of the default group, laid out.
 
-    mesh: of dimension "dp", whose ranks have documents of their own and a part each of every parameter.
+    mesh: dimensions "dp", whose ranks have documents of their own, and "cp", over whose ranks rows are cut.
+    expert_mesh: the same ranks otherwise, "ep" over whose neighbours experts are spread, "dp_shard" the rest.
     """
 
-    def __init__(self, mesh: DeviceMesh | None = None) -> None:
-        self.mesh = mesh
-        self.size = 1 if mesh is None else mesh.size()
-        self.rank = 0 if mesh is None else dist.get_rank()
-        self.control = None if mesh is None else dist.new_group(backend="gloo", timeout=PATIENCE)
-        self.tokens: dist.ProcessGroup | None = None if mesh is None else mesh.get_group("dp")
+    def __init__(self, kind: str | None = None, layout: Layout | None = None) -> None:
+        self.layout = layout or Layout()
+        self.size, self.rank = 1, 0
+        self.mesh: DeviceMesh | None = None
+        self.flat_mesh: DeviceMesh | None = None
+        self.expert_mesh: DeviceMesh | None = None
+        self.control: dist.ProcessGroup | None = None
+        self.tokens: dist.ProcessGroup | None = None
         """All ranks that have different tokens; None where this process is alone."""
+        self.context: dist.ProcessGroup | None = None
+        """The ranks that have the other shards of this one's rows; None where rows are not cut."""
+        if kind is None:
+            return
+        self.size, self.rank = dist.get_world_size(), dist.get_rank()
+        cp, ep = self.layout.context, self.layout.expert
+        self.layout.check(self.size, ep)
+        self.mesh = init_device_mesh(kind, (self.size // cp, cp), mesh_dim_names=("dp", "cp"))
+        self.flat_mesh = init_device_mesh(kind, (self.size,), mesh_dim_names=("dp_cp",))
+        if ep > 1:
+            self.expert_mesh = init_device_mesh(kind, (self.size // ep, ep), mesh_dim_names=("dp_shard", "ep"))
+        self.control = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self.tokens = self.flat_mesh.get_group()
+        self.context = self.mesh.get_group("cp") if cp > 1 else None
 
     @property
     def first(self) -> bool:
@@ -138,12 +156,15 @@ def launched() -> bool:
 
 
 @contextmanager
-def joined(device: str) -> Iterator[tuple[Ranks, str]]:
+def joined(device: str, layout: Layout | None = None) -> Iterator[tuple[Ranks, str]]:
     """The ranks that `torchrun` started, and this one's device, of the kind of `device`; alone, if it started none.
 
-    Raises ConfigError where a device is named by number, or there are fewer than ranks on this machine.
+    Raises ConfigError where a device is named by number, there are fewer than ranks on this machine, or ranks do not
+    divide as the layout says.
     """
     if not launched():
+        if layout is not None:
+            layout.check(1, layout.expert)
         yield Ranks(), device
         return
     kind, _, number = device.partition(":")
@@ -156,7 +177,7 @@ def joined(device: str) -> Iterator[tuple[Ranks, str]]:
         device = f"cuda:{local}"
         torch.cuda.set_device(local)
     dist.init_process_group("nccl" if kind == "cuda" else "gloo")
-    yield Ranks(init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("dp",))), device
+    yield Ranks(kind, layout), device
     dist.destroy_process_group()  # not after an error: the other ranks may be waiting
 
 
