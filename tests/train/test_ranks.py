@@ -72,8 +72,8 @@ def check_layout(rank, layout, expected, state):
 
 
 LAYOUTS = {
-    2: [{}, {"context": 2}, {"expert": 2}, {"context": 2, "expert": 2}],
-    4: [{}, {"context": 2}, {"expert": 2}, {"context": 2, "expert": 4}],
+    2: [{}, {"context": 2}, {"expert": 2}, {"context": 2, "expert": 2, "balanced": True}],
+    4: [{}, {"context": 2}, {"expert": 2}, {"context": 2, "expert": 4, "balanced": True}],
 }
 
 

@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="key=value",
-        help="how ranks share the work: context=N cuts rows over N of them, expert=N spreads experts",
+        help="how ranks share the work: context=N cuts rows over N of them, expert=N spreads experts, balanced=true",
     )
     parser.add_argument("--tensorboard", action="store_true", help="write what metrics.jsonl gets for TensorBoard too")
     parser.add_argument("--print", action="store_true", dest="show", help="print the resolved recipe and stop")

@@ -49,6 +49,8 @@ class Experts(nn.Module):
         self.w1 = nn.Parameter(torch.empty(num_experts, inner_size, width))
         self.w2 = nn.Parameter(torch.empty(num_experts, width, inner_size))
         self.w3 = nn.Parameter(torch.empty(num_experts, inner_size, width))
+        self.balanced = False
+        """Whether ranks over which they are spread copy crowded ones, so that each computes equally much."""
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02) -> None:
@@ -62,7 +64,9 @@ class Experts(nn.Module):
             return grouped_experts(x, own[0], own[1], own[2], ids, weights, **activation)
         group = own[0].device_mesh.get_group()
         own = [w.to_local() for w in own]
-        return grouped_experts_parallel(x, own[0], own[1], own[2], ids, weights, group=group, **activation)
+        return grouped_experts_parallel(
+            x, own[0], own[1], own[2], ids, weights, group=group, balanced=self.balanced, **activation
+        )
 
     def extra_repr(self) -> str:
         E, F, L = self.w1.shape

@@ -126,7 +126,8 @@ class Trainer:
         if self.ranks.flat_mesh is not None:
             check_rule(run.model.balance.kind)
             self.ranks.layout.check(self.ranks.size, run.model.num_experts)
-            shard_(self.model, self.ranks.flat_mesh, self.ranks.expert_mesh)
+            balanced = self.ranks.layout.balanced
+            shard_(self.model, self.ranks.flat_mesh, self.ranks.expert_mesh, balanced=balanced)
         self.model.to(self.device)
         if run.compile_norms:
             self.model.compile_norms()

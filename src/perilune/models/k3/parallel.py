@@ -16,11 +16,14 @@ from perilune.models.k3.model import K3Model
 from perilune.nn.moe import Experts
 
 
-def shard_(model: K3Model, mesh: DeviceMesh, expert_mesh: DeviceMesh | None = None) -> K3Model:
+def shard_(
+    model: K3Model, mesh: DeviceMesh, expert_mesh: DeviceMesh | None = None, *, balanced: bool = False
+) -> K3Model:
     """Leaves of every parameter this rank's part, cut along its first dimension; returns `model`.
 
     expert_mesh: the same ranks in two dimensions, "dp_shard" and "ep": experts are spread over the latter's, where they
     stay and tokens travel to them, and each rank's are cut over the former's as other parameters are over all.
+    balanced: crowded ones are copied for a step, so that every rank computes equally much.
 
     All ranks have drawn or loaded the same values.  mesh: one dimension, over whose ranks gradients are *summed*: each
     rank's loss is its part of the whole (`mean_over`).  Parameters, gradients and sums are float32 as without ranks,
@@ -30,6 +33,7 @@ def shard_(model: K3Model, mesh: DeviceMesh, expert_mesh: DeviceMesh | None = No
         for experts in model.modules():
             if isinstance(experts, Experts):
                 spread_(experts, expert_mesh["ep"])
+                experts.balanced = balanced
                 fully_shard(experts, mesh=expert_mesh["dp_shard"])
     for layer in model.modules():
         if isinstance(layer, DecoderLayer):

@@ -15,6 +15,9 @@ class Layout(Config):
     expert: int = 1
     """Ranks over which every layer's experts are spread, tokens travelling to them."""
 
+    balanced: bool = False
+    """Whether those copy crowded experts to each other in every step, so that each computes equally many tokens."""
+
     def __post_init__(self) -> None:
         for name in ("context", "expert"):
             value = getattr(self, name)
