@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from perilune.cli.main import main
+from perilune.models.k3 import K3Model
 from tiny_run import OVERRIDES, write_corpus
 
 pytestmark = pytest.mark.slow
@@ -27,7 +29,7 @@ def lines(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_two_processes_make_the_folder_of_one(tmp_path, monkeypatch):
+def test_two_processes_make_the_folder_of_one(tmp_path, monkeypatch, capsys):
     """The same losses and loads, text and tokenizer; one line of an error from each rank; then one process goes on."""
     (tmp_path / "texts").mkdir()
     write_corpus(tmp_path / "texts")
@@ -46,6 +48,18 @@ def test_two_processes_make_the_folder_of_one(tmp_path, monkeypatch):
     assert (tmp_path / "one" / "tokenizer.json").read_text() == (tmp_path / "two" / "tokenizer.json").read_text()
     verdicts = [json.loads((tmp_path / run / "result.json").read_text())["bits_per_byte"] for run in ("one", "two")]
     assert verdicts[1] == pytest.approx(verdicts[0], rel=1e-4)
+
+    checkpoint = next(iter(sorted((tmp_path / "two" / "checkpoints").iterdir(), reverse=True)))
+    assert main(["eval", str(checkpoint)]) == 2
+    assert main(["export", "two", "--out", "exported"]) == 0
+    exported, kept = (K3Model.from_pretrained(folder).state_dict() for folder in ("exported", "two/model"))
+    assert all(torch.equal(exported[name], kept[name]) for name in kept)
+    assert main(["export", "two", "--out", "exported"]) == 2
+    assert main(["export", "texts", "--out", "another"]) == 2
+    said = capsys.readouterr().err
+    assert "found the parts that several ranks wrote; make a model of them with perilune export" in said
+    assert "exported: expected a new or empty folder, found another" in said
+    assert "texts: expected a run with a checkpoint, found none" in said
 
     (tmp_path / "two" / "result.json").unlink()  # as if it had been killed after the last step
     assert main(["train", "--resume", "two"]) == 0
