@@ -51,7 +51,7 @@ def assert_same(weights, expected, error=0.0):
         assert difference <= error, f"{name}: {difference:.1e}"
 
 
-ROUNDING = 1e-4  # AdamW divides by the size of a gradient, however small
+ROUNDING = 3e-5  # AdamW divides by the size of a gradient, however small
 
 
 def check_curve(rank, ranks, layouts, expected, state):
@@ -61,7 +61,7 @@ def check_curve(rank, ranks, layouts, expected, state):
 
 def check_layout(rank, layout, expected, state):
     many = trainer(made(), ranks=together(**layout))
-    torch.testing.assert_close(curve(many, STEPS), expected, rtol=2e-5, atol=1e-6)
+    torch.testing.assert_close(curve(many, STEPS), expected, rtol=2e-6, atol=0)
     own = weights(many)
     assert (own is None) == (rank > 0)
     if own is not None:

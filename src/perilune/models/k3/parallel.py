@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from perilune.models.k3.layer import DecoderLayer
 from perilune.models.k3.model import K3Model
@@ -61,6 +61,8 @@ def whole_state(model: K3Model, keep: bool) -> dict[str, Tensor]:
     state = {}
     for name, tensor in model.state_dict().items():
         if isinstance(tensor, DTensor):
+            if len(tensor.placements) > 1:  # spread experts: first those of one "ep" rank, in one gather each
+                tensor = tensor.redistribute(placements=[Replicate(), *tensor.placements[1:]])
             tensor = tensor.full_tensor()
         if keep:
             state[name] = tensor.to("cpu", copy=True)
