@@ -13,7 +13,14 @@ import torch.multiprocessing as mp
 
 def run_ranks(ranks: int, folder: Path, check: Callable[..., None], *args: Any) -> None:
     """Calls check(rank, ranks, *args), a function of a module, in so many processes at once; raises what one raises."""
-    mp.set_forkserver_preload(["perilune.nn", "torch.distributed.device_mesh", "pytest"])  # loaded once, for all
+    loaded_once = [
+        "perilune.nn",
+        "perilune.train.loop",
+        "torch.distributed.checkpoint",
+        "torch.distributed.fsdp",
+        "pytest",
+    ]
+    mp.set_forkserver_preload(loaded_once)
     mp.start_processes(_as_rank, args=(ranks, str(folder), check, args), nprocs=ranks, start_method="forkserver")
 
 

@@ -214,7 +214,7 @@ def test_a_run_that_was_not_judged_is_judged(stopped, monkeypatch, texts):
     monkeypatch.setattr(verb, "finish", lambda session: (_ for _ in ()).throw(killed))
     assert main(["train", "--resume", "run"]) == 130
     monkeypatch.setattr(verb, "finish", FINISH)
-    monkeypatch.setattr(result, "judge", lambda trainer, folder, console: {
+    monkeypatch.setattr(result, "judge", lambda trainer, model, folder, console: {
         "bits_per_byte": {"perilune": 1.5}, "expert_load": trainer.expert_load(), "samples": [],
     })  # fmt: skip
     monkeypatch.setattr(result, "show_result", lambda verdict, console: None)

@@ -544,3 +544,16 @@ def test_under_autocast_a_sublayers_input_is_cast_once_for_all_that_read_it():
     seen.clear()
     k3.double()(tokens, labels=tokens)
     assert set(seen.values()) == {torch.float64}
+
+
+def test_a_row_without_tokens_has_a_gradient_of_zero_for_every_parameter():
+    """What a rank without documents needs, so that it takes part in every exchange; nothing is observed."""
+    k3 = model(num_nextn_predict_layers=1).train()
+    none = torch.empty(1, 0, dtype=torch.int64)
+    output = k3(none, targets=none, cu_seqlens=[0])
+    output.loss.backward()
+    assert output.loss == 0
+    for name, parameter in k3.named_parameters():
+        assert parameter.grad is not None, name
+        assert not parameter.grad.any(), name
+    assert not counts(k3).any()

@@ -23,6 +23,7 @@ VERBS = {  # verb: its one line of help; each is a module beside this one
     "compare": "one page that sets runs side by side, seeds averaged",
     "plan": "count a preset's parameters, part by part; or plan a run on so many GPUs",
     "bench": "time the operations against their baselines",
+    "export": "a checkpoint's model, whoever wrote it, as a folder of safetensors",
     "doctor": "what this machine has, which backends run on it, and why",
 }
 

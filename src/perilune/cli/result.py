@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from perilune.models.k3 import K3Model
     from perilune.train.loop import Trainer
 
 PROMPTS = ("def ", "class ", "import ")
@@ -16,22 +17,22 @@ BASELINE_BYTES = 20_000_000  # of the training text, at most, that the n-gram mo
 PROBED_BEYOND = 4  # times the longest context trained on
 
 
-def judge(trainer: "Trainer", folder: Path, console: "Console") -> dict[str, Any]:
-    """What `result.json` keeps."""
+def judge(trainer: "Trainer", model: "K3Model", folder: Path, console: "Console") -> dict[str, Any]:
+    """What `result.json` keeps of the run, whose model, in one piece, is `model`."""
     return {
-        "bits_per_byte": bits_per_byte(trainer, console),
+        "bits_per_byte": bits_per_byte(trainer, model, console),
         "expert_load": trainer.expert_load(),
         "tokens": trainer.tokens_done,
         "seed": trainer.run.seed,
         "seconds": seconds_trained(folder),
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "machine": machine(trainer),
-        "long_context": long_context(trainer, console),
-        "samples": samples(trainer, console),
+        "long_context": long_context(trainer, model, console),
+        "samples": samples(trainer, model, console),
     }
 
 
-def bits_per_byte(trainer: "Trainer", console: "Console") -> dict[str, float]:
+def bits_per_byte(trainer: "Trainer", model: "K3Model", console: "Console") -> dict[str, float]:
     """Of the held-out text: by the model, and by what needs no model."""
     from perilune.data.corpus import total_text
     from perilune.train.baselines import compressors
@@ -40,20 +41,20 @@ def bits_per_byte(trainer: "Trainer", console: "Console") -> dict[str, float]:
     feed = trainer.feed
     with console.status("scoring the held-out text"):
         texts = [document.text for document in feed.held_out]
-        bits = bits_per_byte(trainer.model, feed.tokenizer, texts, context=trainer.run.stages[-1].context)
+        bits = bits_per_byte(model, feed.tokenizer, texts, context=trainer.run.stages[-1].context)
     with console.status("the same text through gzip, xz and a Kneser-Ney model"):
         training = chain.from_iterable(corpus.texts(BASELINE_BYTES) for corpus in feed.corpora.values())
         return {"perilune": bits} | compressors("".join(training).encode(), total_text(feed.held_out))
 
 
-def long_context(trainer: "Trainer", console: "Console") -> dict[str, Any]:
+def long_context(trainer: "Trainer", model: "K3Model", console: "Console") -> dict[str, Any]:
     """What the model finds in long texts, up to and past the longest that it was trained on."""
     from perilune.train import probes
 
     trained = max(stage.context for stage in trainer.run.stages)
     with console.status("asking for what stands far back in long texts") as status:
         return probes.long_context(
-            trainer.model,
+            model,
             trainer.feed.tokenizer,
             [document.text for document in trainer.feed.held_out],
             trained=trained,
@@ -62,7 +63,7 @@ def long_context(trainer: "Trainer", console: "Console") -> dict[str, Any]:
         )
 
 
-def samples(trainer: "Trainer", console: "Console") -> list[dict[str, str]]:
+def samples(trainer: "Trainer", model: "K3Model", console: "Console") -> list[dict[str, str]]:
     """How the model continues a few prompts."""
     from perilune.infer.sampler import Sampling
     from perilune.infer.text import stream_text
@@ -71,7 +72,7 @@ def samples(trainer: "Trainer", console: "Console") -> list[dict[str, str]]:
     texts = []
     with console.status("writing samples"):
         for seed, prompt in enumerate(PROMPTS):
-            pieces = stream_text(trainer.model, trainer.feed.tokenizer, prompt, 120, sampling=sampling, seed=seed)
+            pieces = stream_text(model, trainer.feed.tokenizer, prompt, 120, sampling=sampling, seed=seed)
             texts.append({"prompt": prompt, "text": "".join(pieces)})
     return texts
 

@@ -4,6 +4,7 @@ perilune train nano
 perilune train nano seed=1 stages.0.tokens=200000 --out runs/short
 perilune train --resume runs/demo                                      where it stopped, to the same bits
 perilune train --resume runs/demo stages.1.lr=2e-3 --out runs/lower    from there in a copy, at other rates
+torchrun --nproc-per-node 8 -m perilune train 1b                       the same on eight GPUs (docs/parallel.md)
 """
 
 import argparse
@@ -25,10 +26,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from perilune.cli.interrupt import Interrupt
+    from perilune.models.k3 import K3Model
     from perilune.train.checkpoint import Checkpoints
     from perilune.train.config import Run, Stage
     from perilune.train.loop import Progress, Trainer
     from perilune.train.metrics import Metrics
+    from perilune.train.parallel.ranks import Ranks
 
 MAY_DIFFER = re.compile(r"checkpoint_every|stages\.\d+\.(micro_tokens|recompute)|data\.sources\.[^.]+\.path")
 """Keys that may change when a run goes on in its folder, for they do not change what it learns: what goes through the
@@ -37,7 +40,7 @@ model at once and what of it is kept; that a text under another path is the same
 
 @dataclass(frozen=True)
 class Session:
-    """A run at work in its folder, which this process has claimed."""
+    """A run at work in its folder, which this process has claimed, or the first of its ranks."""
 
     folder: Path
     trainer: "Trainer"
@@ -65,6 +68,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="go on with the run in this folder, or from a checkpoint",
     )
     parser.add_argument("--device", type=device_name, default="auto", help="auto, cpu, cuda or cuda:1 (auto)")
+    parser.add_argument(
+        "--layout",
+        nargs="+",
+        default=[],
+        metavar="key=value",
+        help="how ranks share the work: context=N cuts rows over N of them, expert=N spreads experts, balanced=true",
+    )
     parser.add_argument("--tensorboard", action="store_true", help="write what metrics.jsonl gets for TensorBoard too")
     parser.add_argument("--print", action="store_true", dest="show", help="print the resolved recipe and stop")
 
@@ -89,12 +99,15 @@ def run(args: argparse.Namespace) -> int:
 
     from rich.console import Console
 
-    console = Console()
-    if args.resume is None:
-        return begin(args, recipe, console)
-    if args.out is None or args.out.resolve() == args.resume.resolve():
-        return resume(args, recipe, console)
-    return branch(args, recipe, console)
+    from perilune.train.parallel.layout import Layout
+    from perilune.train.parallel.ranks import explained, joined
+
+    layout = Layout().override(args.layout)
+    with joined(find_device(args.device), layout) as (ranks, device), explained(ranks):
+        way = begin if args.resume is None else resume
+        if args.resume is not None and args.out is not None and args.out.resolve() != args.resume.resolve():
+            way = branch
+        return way(args, recipe, Console(quiet=not ranks.first), ranks, device)
 
 
 def resolve(args: argparse.Namespace) -> "Run":
@@ -131,33 +144,35 @@ def absolute(recipe: "Run") -> "Run":
 # three ways to start
 
 
-def begin(args: argparse.Namespace, recipe: "Run", console: "Console") -> int:
+def begin(args: argparse.Namespace, recipe: "Run", console: "Console", ranks: "Ranks", device: str) -> int:
     """A new run."""
     from perilune.train.checkpoint import Checkpoints
     from perilune.train.folder import check_folder, start_folder
-    from perilune.train.lock import check_unclaimed, claimed
+    from perilune.train.lock import check_unclaimed
     from perilune.train.loop import Trainer
 
     folder = args.out or Path("runs") / args.recipe
-    check_folder(folder, args.overwrite)
-    check_unclaimed(folder)
-    device = find_device(args.device)
+
+    def check() -> None:
+        check_folder(folder, args.overwrite)
+        check_unclaimed(folder)
+
+    ranks.from_first(check)
     with console.status("reading the corpus, training the tokenizer"):
-        trainer = Trainer(recipe, device=device)
-    with claimed(folder):
-        start_folder(folder, recipe, args.overwrite)
+        trainer = Trainer(recipe, device=device, ranks=ranks)
+    with at_work(folder, ranks):
+        ranks.from_first(lambda: start_folder(folder, recipe, args.overwrite))
         show_start(trainer, console)
         typed = (args.recipe, *args.changes)
-        return train(Session(folder, trainer, Checkpoints(folder), console, args.tensorboard, typed))
+        return train(Session(folder, trainer, Checkpoints(folder, ranks), console, args.tensorboard, typed))
 
 
-def resume(args: argparse.Namespace, recipe: "Run", console: "Console") -> int:
+def resume(args: argparse.Namespace, recipe: "Run", console: "Console", ranks: "Ranks", device: str) -> int:
     """A run in its folder, from its newest whole checkpoint or, before the first, from its beginning."""
     from perilune.data.tokenizer import FILE, ByteBPE
     from perilune.train.checkpoint import Checkpoints
     from perilune.train.feed import Feed
     from perilune.train.folder import check_writable, differences, read_run, spell, write_json
-    from perilune.train.lock import claimed
     from perilune.train.loop import Trainer
 
     folder = args.resume
@@ -173,48 +188,56 @@ def resume(args: argparse.Namespace, recipe: "Run", console: "Console") -> int:
             f"{folder}: expected the run's own configuration, got {spell(fixed)}; leave that out to go on as it was, "
             "or add --out FOLDER to go on in a copy at other rates"
         )
-    check_writable(folder)
-    with claimed(folder):
-        if (folder / "result.json").exists():
+    ranks.from_first(lambda: check_writable(folder))
+    with at_work(folder, ranks):
+        if ranks.from_first((folder / "result.json").exists):
             console.print(f"{folder}: finished; nothing is left to do", markup=False, soft_wrap=True)
             return 0
-        checkpoints = Checkpoints(folder)
+        checkpoints = Checkpoints(folder, ranks)
         checkpoint = checkpoints.latest()
         with console.status("reading the corpus"):
             feed = None
-            if checkpoint is None and (folder / FILE).exists():
-                feed = Feed(recipe, ByteBPE.load(folder))
-            trainer = Trainer(recipe, feed, device=find_device(args.device), checkpoint=checkpoint)
+            if checkpoint is None and ranks.from_first((folder / FILE).exists):
+                feed = ranks.only_first(lambda: Feed(recipe, ByteBPE.load(folder)))
+            trainer = Trainer(recipe, feed, device=device, checkpoint=checkpoint, ranks=ranks)
         if found:
-            write_json(folder / "run.json", recipe.to_dict())
+            ranks.from_first(lambda: write_json(folder / "run.json", recipe.to_dict()))
         console.print(f"going on after step {trainer.steps_done:,} of {trainer.steps:,}", soft_wrap=True)
         return train(Session(folder, trainer, checkpoints, console, args.tensorboard))
 
 
-def branch(args: argparse.Namespace, recipe: "Run", console: "Console") -> int:
+def branch(args: argparse.Namespace, recipe: "Run", console: "Console", ranks: "Ranks", device: str) -> int:
     """A run from a checkpoint of another, the newest or the one named, with other rates or as it was."""
     from perilune.train.checkpoint import Checkpoints, check_whole
     from perilune.train.folder import check_folder, clear_folder, copy_past, keep_tokenizer, write_json
-    from perilune.train.lock import check_unclaimed, claimed
+    from perilune.train.lock import check_unclaimed
     from perilune.train.loop import Trainer
 
     source, folder = run_of(args.resume), args.out
     if folder.resolve() == source.resolve():
         raise ConfigError(f"--out: expected a folder for the copy, got the run's own, {folder}; choose another")
-    check_folder(folder, args.overwrite)
-    check_unclaimed(folder)
-    checkpoint = Checkpoints(source).latest() if source == args.resume else check_whole(args.resume)
+
+    def check() -> "Path | None":
+        check_folder(folder, args.overwrite)
+        check_unclaimed(folder)
+        return Checkpoints(source).latest() if source == args.resume else check_whole(args.resume)
+
+    checkpoint = ranks.from_first(check)
     if checkpoint is None:
         raise CheckpointError(f"{source}: expected a checkpoint to go on from, found none; train a recipe instead")
     with console.status("reading the corpus"):
-        trainer = Trainer(recipe, device=find_device(args.device), checkpoint=checkpoint)
-    with claimed(folder):
+        trainer = Trainer(recipe, device=device, checkpoint=checkpoint, ranks=ranks)
+
+    def prepare() -> None:
         clear_folder(folder, args.overwrite)
         copy_past(source, folder)
         keep_tokenizer(folder, trainer.feed.tokenizer)
-        checkpoints = Checkpoints(folder)
+
+    with at_work(folder, ranks):
+        ranks.from_first(prepare)
+        checkpoints = Checkpoints(folder, ranks)
         trainer.checkpoint(checkpoints)
-        write_json(folder / "run.json", recipe.to_dict())  # from now on it can be gone on with
+        ranks.from_first(lambda: write_json(folder / "run.json", recipe.to_dict()))  # now it can be gone on with
         console.print(f"going on after step {trainer.steps_done:,} of {trainer.steps:,}", soft_wrap=True)
         return train(Session(folder, trainer, checkpoints, console, args.tensorboard))
 
@@ -235,18 +258,32 @@ def find_device(name: str) -> str:
 # what all of them do then
 
 
+@contextmanager
+def at_work(folder: Path, ranks: "Ranks") -> Iterator[None]:
+    """The folder is this process's, or its ranks', until the block ends; DataError if another process has it."""
+    from perilune.train.lock import claimed
+
+    with ExitStack() as stack:
+        ranks.only_first(lambda: stack.enter_context(claimed(folder)))
+        yield
+
+
 def train(session: Session) -> int:
     """All that is left of the run; returns the exit code."""
     from perilune.cli.interrupt import Interrupt
     from perilune.train.folder import keep_tokenizer
 
     trainer, folder = session.trainer, session.folder
-    with explained(session):
+
+    def keep() -> None:
         if not (folder / "tokenizer.json").exists():
             keep_tokenizer(folder, trainer.feed.tokenizer)
+
+    with explained(session):
+        trainer.ranks.from_first(keep)
         with Interrupt() as interrupt:
             climb(session, interrupt)
-        if not interrupt.asked:
+        if not trainer.ranks.any(interrupt.asked):
             finish(session)
             return 0
     session.console.print(
@@ -254,7 +291,7 @@ def train(session: Session) -> int:
         markup=False,
         soft_wrap=True,
     )
-    return interrupt.exit_code
+    return interrupt.exit_code if interrupt.asked else 130  # another rank was asked
 
 
 def climb(session: Session, interrupt: "Interrupt") -> None:
@@ -264,6 +301,14 @@ def climb(session: Session, interrupt: "Interrupt") -> None:
     from perilune.train.tensorboard import TensorBoard
 
     folder, trainer = session.folder, session.trainer
+    if not trainer.ranks.first:  # it writes nothing and shows nothing
+        trainer.train(
+            None,
+            at_stage_end=lambda stage: take_snapshot(trainer, stage, None),
+            checkpoints=session.checkpoints,
+            stop=lambda: interrupt.asked,
+        )
+        return
     start = trainer.steps_done
     with ExitStack() as stack:
         metrics = stack.enter_context(Metrics(folder / "metrics.jsonl", after=start))
@@ -285,30 +330,43 @@ def tell(watchers: "list[Callable[[Progress], None]]", progress: "Progress") -> 
         watcher(progress)
 
 
-def take_snapshot(trainer: "Trainer", stage: "Stage", snapshots: "Metrics") -> None:
-    """A line on what goes on inside the model at the end of a stage."""
+def take_snapshot(trainer: "Trainer", stage: "Stage", snapshots: "Metrics | None") -> None:
+    """A line on what goes on inside the model at the end of a stage; of several ranks the first looks, at a copy."""
     from perilune.train.inspection import inspect
 
-    figures = inspect(
-        trainer.model,
-        trainer.feed.tokenizer,
-        [document.text for document in trainer.feed.held_out],
-        context=stage.context,
-        loads={name: window.total() for name, window in trainer.loads.items()},
-    )
-    snapshots.write(step=trainer.steps_done, stage=stage.name, tokens=trainer.tokens_done, **figures)
-    snapshots.sync()
+    model, loads = trainer.whole_model(), {name: window.total() for name, window in trainer.loads.items()}
+
+    def look() -> None:
+        assert model is not None
+        assert snapshots is not None
+        texts = [document.text for document in trainer.feed.held_out]
+        figures = inspect(model, trainer.feed.tokenizer, texts, context=stage.context, loads=loads)
+        snapshots.write(step=trainer.steps_done, stage=stage.name, tokens=trainer.tokens_done, **figures)
+        snapshots.sync()
+
+    trainer.ranks.from_first(look)
 
 
 def finish(session: Session) -> None:
     """Keeps the model, judges it, writes and shows the verdict: in this order, so that what is lost comes again."""
+    session.trainer.save(session.folder / "model")
+    model = session.trainer.whole_model()
+
+    def judge_it() -> None:
+        assert model is not None
+        conclude(session, model)
+
+    session.trainer.ranks.from_first(judge_it)
+
+
+def conclude(session: Session, model: "K3Model") -> None:
+    """What is left to do once the model is kept."""
     from perilune.cli.result import judge, show_result
     from perilune.report import write_report
     from perilune.train.folder import write_json
 
     folder, console = session.folder, session.console
-    session.trainer.save(folder / "model")
-    result = judge(session.trainer, folder, console)
+    result = judge(session.trainer, model, folder, console)
     write_json(folder / "result.json", result)
     show_result(result, console)
     try:
@@ -351,11 +409,15 @@ def lower_rate(session: Session) -> str:
 
 def command() -> str:
     """This command as it can be typed here."""
+    if Path(sys.argv[0]).name == "__main__.py":
+        return "python -m perilune"
     return "perilune" if shutil.which("perilune") else os.path.relpath(sys.argv[0])
 
 
 def show_start(trainer: "Trainer", console: "Console") -> None:
-    """What is learned from, and how large the model is."""
+    """What is learned from, and how large the model is; said by the first rank."""
+    if not trainer.ranks.first:
+        return
     for name, corpus in trainer.feed.corpora.items():
         size = f"{human(corpus.train_bytes)} bytes" if corpus.train_bytes is not None else "a stream"
         held_out = sum(document.byte_count for document in corpus.held_out)
@@ -369,7 +431,8 @@ def show_start(trainer: "Trainer", console: "Console") -> None:
             console.print(f"{name}: {count:,} left out, such as {example}", markup=False, soft_wrap=True)
     parameters = sum(p.numel() for p in trainer.model.parameters())
     console.print(
-        f"{trainer.feed.tokenizer.vocab_size:,} tokens in the vocabulary; {human(parameters)} parameters",
+        f"{trainer.feed.tokenizer.vocab_size:,} tokens in the vocabulary; {human(parameters)} parameters"
+        + (f"; {trainer.ranks.size} ranks" if trainer.ranks.size > 1 else ""),
         soft_wrap=True,
     )
 

@@ -31,6 +31,16 @@ class Batch:
     answers: Tensor | None = None
     """[1, T] int64, as `labels`, of the answers that tasks ask for, which are not among those; None without tasks"""
 
+    @property
+    def size(self) -> int:
+        """Tokens in the step."""
+        return self.input_ids.numel()
+
+    @property
+    def padding(self) -> int:
+        """How many of the row's last tokens only fill it up."""
+        return 0
+
 
 class PackedText:
     """A stream over documents in memory, cut into pieces and shuffled anew every epoch.

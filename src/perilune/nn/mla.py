@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 
 from perilune.core.errors import ShapeError
 from perilune.nn.cache import LatentCache, pad_documents, token_counts, unpad_documents
@@ -14,6 +16,7 @@ from perilune.nn.project import project
 from perilune.nn.recompute import recomputing
 from perilune.ops import sigmoid_glu
 from perilune.ops.packing import boundaries
+from perilune.ops.shards import Shard, gather_rows, shard_of
 
 LATENT_EPS = 1e-6  # of the two low-rank norms; the released code keeps its class default here, not the config's 1e-5
 
@@ -28,6 +31,10 @@ class GatedMLA(nn.Module):
     `x: [B, T, D]` gives `[B, T, D]`.  "rope" is a historical name: nothing is ever rotated.  With `cu_seqlens` tokens
     see their own document only.  A cache keeps `c | r` per token; short calls on it run in the absorbed form, where
     W_kvb moves into the query and the output, long ones expand keys and values.
+
+    With `group`, a process group, x is this rank's shard of rows that are cut over its ranks, and `cu_seqlens` has the
+    boundaries in the whole row, all as for `KimiDeltaAttention`.  Latents of all ranks are gathered, small as they are,
+    and each rank expands those that its queries see.
 
     With `track_max_logits` a training forward also records, per head, the largest scaled logit of any (query, key)
     pair in `max_logits` [H], a running maximum until cleared: what QK-clip reads.
@@ -74,10 +81,18 @@ class GatedMLA(nn.Module):
         return LatentCache([0] * batch)
 
     def forward(
-        self, x: Tensor, *, cache: LatentCache | None = None, cu_seqlens: Tensor | Sequence[int] | None = None
+        self,
+        x: Tensor,
+        *,
+        cache: LatentCache | None = None,
+        cu_seqlens: Tensor | Sequence[int] | None = None,
+        group: "dist.ProcessGroup | None" = None,
     ) -> Tensor:
         B, T, _ = x.shape
-        cu = boundaries(cu_seqlens, B, T)
+        if group is not None and cache is not None:
+            raise ShapeError("cache: expected none beside group, got both; decode in one process, without a group")
+        shard = None if group is None else shard_of(cu_seqlens, B, T, group)
+        cu = boundaries(cu_seqlens, B, T) if shard is None else shard.cu
         first = self.q_proj if self.q_lora_rank is None else self.q_a_proj
         gates = () if self.g_proj is None else (self.g_proj,)
         q, latent, *gate = project(x, first, self.kv_a_proj_with_mqa, *gates)
@@ -88,7 +103,10 @@ class GatedMLA(nn.Module):
         latents = torch.cat([self.kv_a_layernorm(c), r], dim=-1)  # [B, T, rank + rope]
         counts = token_counts(B, T, cu)
         if cache is None:
-            o = self._self_attention(q, latents, counts)
+            past = 0
+            if shard is not None and shard.linked:
+                latents, past = self._seen(gather_rows(latents, group), shard, cu_seqlens, T)
+            o = self._self_attention(q, latents, counts, past)
         else:
             o = self._cached_attention(q, latents, cache, counts, packed=cu is not None)
         if gate:  # multiplied in float32, rounded once
@@ -101,19 +119,34 @@ class GatedMLA(nn.Module):
         k, v = project(c, self.kv_b_proj)[0].unflatten(-1, (self.num_heads, -1)).split([self.nope, self.v_dim], dim=-1)
         return torch.cat([k, r.unsqueeze(2).expand(*k.shape[:3], -1)], dim=-1), v
 
-    def _self_attention(self, q: Tensor, latents: Tensor, counts: list[int]) -> Tensor:
-        """Every document by itself: `q: [B, T, H, nope + rope]`, documents of `counts` tokens end to end in B*T."""
+    def _seen(
+        self, latents: Tensor, shard: Shard, cu_seqlens: Tensor | Sequence[int] | None, length: int
+    ) -> tuple[Tensor, int]:
+        """Of whole rows `[B, T, rank + rope]`, what a shard's queries see: from the beginning of its first document to
+        its own end.  And how many of those tokens lie on earlier ranks."""
+        first = shard.rank * length
+        begin = min(first, int(cu_seqlens[shard.ends.start])) if cu_seqlens is not None else 0
+        return latents[:, begin : first + length], first - begin
+
+    def _self_attention(self, q: Tensor, latents: Tensor, counts: list[int], past: int = 0) -> Tensor:
+        """Every document by itself: `q: [B, T, H, nope + rope]`, documents of `counts` tokens end to end in B*T.
+
+        past: how many tokens the first document, or every row of a batch, has in front of its queries.
+        """
         k, v = self._expand(latents)
+        keys = [n + past for n in counts] if len(q) > 1 else [n + past * (i == 0) for i, n in enumerate(counts)]
         if self.track_max_logits and self.training and not recomputing():
-            self._record_max_logits(q, k, counts)
-        if len(set(counts)) == 1:  # equal lengths: one batch
-            a, b, c = (t.reshape(len(counts), counts[0], *t.shape[2:]) for t in (q, k, v))
+            self._record_max_logits(q, k, counts, keys)
+        if len(set(zip(counts, keys))) == 1:  # equal lengths: one batch
+            a, b, c = (t.reshape(len(n), n[0], *t.shape[2:]) for t, n in ((q, counts), (k, keys), (v, keys)))
             return causal_attention(a, b, c, self.scale).reshape(*q.shape[:3], self.v_dim)
-        rows_q, rows_k, rows_v = (t.flatten(0, 1).split(counts) for t in (q, k, v))
+        if not counts:  # no token either; every parameter has its gradient of zero
+            return q[..., :1] * v
+        rows_q, rows_k, rows_v = (t.flatten(0, 1).split(n) for t, n in ((q, counts), (k, keys), (v, keys)))
         outputs = [
             causal_attention(a[None], b[None], c[None], self.scale)[0] for a, b, c in zip(rows_q, rows_k, rows_v)
         ]
-        return torch.cat([v.flatten(0, 1)[:0], *outputs]).view(*q.shape[:3], self.v_dim)  # even without a document
+        return torch.cat(outputs).view(*q.shape[:3], self.v_dim)
 
     def _cached_attention(
         self, q: Tensor, latents: Tensor, cache: LatentCache, counts: list[int], packed: bool
@@ -150,14 +183,17 @@ class GatedMLA(nn.Module):
         return torch.einsum("nhtl,nlr,hvr->nthv", p, latents[..., : self.rank], w_uv)
 
     @torch.no_grad()
-    def _record_max_logits(self, q: Tensor, k: Tensor, counts: list[int], rows: int = 256) -> None:
-        """Folds the largest causal logit of each head into `max_logits`, `rows` queries at a time."""
+    def _record_max_logits(self, q: Tensor, k: Tensor, counts: list[int], keys: list[int], rows: int = 256) -> None:
+        """Folds the largest causal logit of each head into `max_logits`, `rows` queries at a time.
+
+        Each document's queries are the last `counts` tokens of its `keys`."""
         best = q.new_full((self.num_heads,), -torch.inf)
-        for a, b in zip(q.flatten(0, 1).split(counts), k.flatten(0, 1).split(counts)):  # [T, H, D]
+        for a, b in zip(q.flatten(0, 1).split(counts), k.flatten(0, 1).split(keys)):  # [T, H, D]
+            past = len(b) - len(a)
             for t in range(0, len(a), rows):
                 end = min(t + rows, len(a))
-                logits = torch.einsum("thd,lhd->htl", a[t:end], b[:end]) * self.scale
-                future = torch.ones(end - t, end, dtype=torch.bool, device=q.device).triu(t + 1)
+                logits = torch.einsum("thd,lhd->htl", a[t:end], b[: past + end]) * self.scale
+                future = torch.ones(end - t, past + end, dtype=torch.bool, device=q.device).triu(past + t + 1)
                 best = torch.maximum(best, logits.masked_fill(future, -torch.inf).amax((1, 2)))
         best = at_least_float32(best)
         self.max_logits = best if self.max_logits is None else torch.maximum(self.max_logits, best)
@@ -167,15 +203,21 @@ class GatedMLA(nn.Module):
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """softmax_causal(scale q k^T) v for `q, k: [N, T, H, D]`, `v: [N, T, H, V]`; `[N, T, H, V]`.
+    """softmax_causal(scale q k^T) v for `q: [N, T, H, D]`, `k: [N, L, H, D]`, `v: [N, L, H, V]`; `[N, T, H, V]`.
 
-    Values narrower than keys are widened by zeros: the fused kernels, which never hold T x T scores, want equal widths.
+    Queries are the last T of L tokens.  Values narrower than keys are widened by zeros: the fused kernels, which never
+    hold T x L scores, want equal widths.
     """
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     width = v.shape[-1]
     if width < q.shape[-1]:
         v = F.pad(v, (0, q.shape[-1] - width))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)[..., :width].transpose(1, 2)
+    if q.shape[-2] == k.shape[-2]:
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    else:
+        mask: Tensor = causal_lower_right(q.shape[-2], k.shape[-2])
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    return o[..., :width].transpose(1, 2)
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:

@@ -13,6 +13,7 @@ from perilune.nn.project import project
 from perilune.nn.recompute import recomputing
 from perilune.nn.routing import route
 from perilune.ops import grouped_experts, wide_linear
+from perilune.ops.grouped_experts.expert_parallel import grouped_experts_parallel
 from perilune.ops.quantile_bias import Groups
 
 
@@ -36,18 +37,35 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The weights of all experts, stacked: `w1` gate and `w3` up [E, F, L], `w2` down [E, L, F]."""
+    """The weights of all experts, stacked: `w1` gate and `w3` up [E, F, L], `w2` down [E, L, F].
+
+    As DTensors, cut along E over one dimension of a mesh, they are spread over its ranks, and tokens travel to them
+    (`grouped_experts_parallel`).
+    """
 
     def __init__(self, num_experts: int, width: int, inner_size: int) -> None:
         super().__init__()
         self.w1 = nn.Parameter(torch.empty(num_experts, inner_size, width))
         self.w2 = nn.Parameter(torch.empty(num_experts, width, inner_size))
         self.w3 = nn.Parameter(torch.empty(num_experts, inner_size, width))
+        self.balanced = False
+        """Whether ranks over which they are spread copy crowded ones, so that each computes equally much."""
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02) -> None:
         for w in (self.w1, self.w2, self.w3):
             nn.init.normal_(w, std=std)
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor, **activation: Any) -> Tensor:
+        """See `grouped_experts`."""
+        own: list[Any] = [self.w1, self.w3, self.w2]
+        if not hasattr(own[0], "device_mesh"):  # no DTensor, asked without importing those
+            return grouped_experts(x, own[0], own[1], own[2], ids, weights, **activation)
+        group = own[0].device_mesh.get_group()
+        own = [w.to_local() for w in own]
+        return grouped_experts_parallel(
+            x, own[0], own[1], own[2], ids, weights, group=group, balanced=self.balanced, **activation
+        )
 
     def extra_repr(self) -> str:
         E, F, L = self.w1.shape
@@ -138,11 +156,8 @@ class StableLatentMoE(nn.Module):
         return routed.view(x.shape)
 
     def _routed(self, z: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        u = grouped_experts(
+        u = self.experts(
             z,
-            self.experts.w1,
-            self.experts.w3,
-            self.experts.w2,
             ids,
             weights,
             activation="swiglu" if self.activation == "silu" else self.activation,

@@ -8,12 +8,14 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from perilune.core.errors import ShapeError
+from perilune.ops.first_order import first_order
 from perilune.ops.packing import boundaries
 
 
@@ -128,6 +130,28 @@ def gather(x: Tensor, group: "dist.ProcessGroup | None") -> Tensor:
     gathered = x.new_empty(dist.get_world_size(group), *x.shape)
     dist.all_gather(list(gathered.unbind(0)), x.contiguous(), group=group)
     return gathered
+
+
+def gather_rows(x: Tensor, group: "dist.ProcessGroup | None") -> Tensor:
+    """The whole rows of which x [B, T/P, ...] is this rank's shard: [B, T, ...].
+
+    Collective both ways: backward, each rank's gradient is the sum over all ranks of what they had of it.
+    """
+    return _GatherRows.apply(x, group)
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: "dist.ProcessGroup | None") -> Tensor:
+        ctx.group = group
+        return gather(x, group).transpose(0, 1).flatten(1, 2)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, drows: Tensor) -> tuple[Tensor, None]:
+        parts = drows.unflatten(1, (dist.get_world_size(ctx.group), -1)).transpose(0, 1)
+        wide = torch.promote_types(drows.dtype, torch.float32)
+        return exchange(parts, ctx.group).sum(0, dtype=wide).to(drows.dtype), None
 
 
 def exchange(x: Tensor, group: "dist.ProcessGroup | None") -> Tensor:

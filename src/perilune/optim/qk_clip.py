@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from perilune.core.errors import ShapeError
+from perilune.optim.sharded import is_sharded, local, shard_of, sharding
 
 
 @torch.no_grad()
@@ -25,6 +26,7 @@ def qk_clip_(
 
     q_weight: [H * (nope + rope), r], rows head by head, nope before rope (q_b_proj, or q_proj without a low rank).
     kv_b_weight: [H * (nope + v), r], rows head by head, keys before values.
+        Both may be DTensors sharded along their rows.
     max_logits: [H], the step's largest q.k * scale of each head over all ranks and tokens (-inf if it saw none).
     Returns gamma [H], 1 where nothing was clipped.  Raises ShapeError; for an infinite or NaN logit on the CPU only:
     elsewhere a look at it would wait for the device, and the head is left alone.
@@ -44,9 +46,15 @@ def qk_clip_(
         )
     wide = max_logits.to(q_weight.device, torch.promote_types(q_weight.dtype, torch.float32)).flatten()
     gamma = torch.where((wide > threshold) & wide.isfinite(), threshold / wide, 1.0)
-    both = gamma[:, None, None]  # against [H, rows, r]
-    q = q_weight.unflatten(0, (heads, nope + rope))
-    q[:, :nope] *= both.sqrt()
-    q[:, nope:] *= both
-    kv_b_weight.unflatten(0, (heads, nope + v))[:, :nope] *= both.sqrt()
+    root = gamma.sqrt()
+    _scale_rows_(q_weight, torch.cat([root[:, None].expand(-1, nope), gamma[:, None].expand(-1, rope)], 1))
+    _scale_rows_(kv_b_weight, torch.cat([root[:, None].expand(-1, nope), gamma.new_ones(heads, v)], 1))
     return gamma
+
+
+def _scale_rows_(weight: Tensor, factors: Tensor) -> None:
+    """Each row of the weight by its factor [H, rows of a head]; of a DTensor, the rows that are here."""
+    rows = factors.flatten()
+    if is_sharded(weight) and (cut := sharding(weight)) is not None and cut[0] == 0:
+        rows = shard_of(rows, weight, axis=cut[1])
+    local(weight).mul_(rows[:, None])

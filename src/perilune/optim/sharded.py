@@ -41,14 +41,20 @@ def sharding(param: Any) -> tuple[int, int] | None:
     return (cuts[0][0] % param.dim(), cuts[0][1]) if cuts else None
 
 
+def shard_of(rows: Tensor, param: Any, axis: int) -> Tensor:
+    """Of something with an entry for every row of a parameter cut along that mesh dimension: this rank's entries."""
+    return _chunks(rows, 0, param.device_mesh.size(axis))[param.device_mesh.get_local_rank(axis)]
+
+
 def cuts_of_shard(param: Any, blocks: Blocks) -> Blocks | None:
     """The blocks of this rank's part if every rank has only whole ones, so that none need travel; else None."""
+    dims = [getattr(p, "dim", 0) % param.dim() for p in param.placements if not p.is_replicate()]
+    if all(dim < param.dim() - 2 for dim in dims):  # whole matrices of a stack, over however many mesh dimensions
+        return blocks
     cut = sharding(param)
     if cut is None:
         return blocks
     dim, axis = cut
-    if dim < param.dim() - 2:
-        return blocks
     rows = param.dim() - (1 if blocks.columns else 2)
     ranks = param.device_mesh.size(axis)
     return replace(blocks, repeat=blocks.repeat // ranks) if dim == rows and blocks.repeat % ranks == 0 else None

@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 
 from perilune.core.errors import CheckpointError
 from perilune.train.folder import free_space, sync
+from perilune.train.parallel.ranks import Ranks
 
 log = logging.getLogger("perilune.train")
 KEPT = 2
@@ -28,10 +29,11 @@ NAME = re.compile(r"step-(\d{8,})((?:\.partial)*)")
 
 
 class Checkpoints:
-    """The checkpoints of the run in `folder`."""
+    """The checkpoints of the run in `folder`, which all `ranks` see, if there are several: every one of them calls."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, ranks: Ranks | None = None) -> None:
         self.folder = folder / "checkpoints"
+        self.ranks = ranks or Ranks()
         self.last: Path | None = None
         """The newest one known to be whole: found by `latest`, or made by `save`."""
 
@@ -45,22 +47,31 @@ class Checkpoints:
         if path == self.last:
             return path
         partial = path.with_name(path.name + ".partial")
-        try:
+
+        def begin() -> None:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            write(partial)
+
+        def end() -> None:
             _seal(partial)
             shutil.rmtree(path, ignore_errors=True)  # a damaged one of the same step
             partial.rename(path)
             sync(self.folder)
+            for other in self._found():
+                if other not in (path, self.last):
+                    shutil.rmtree(other, ignore_errors=True)
+
+        try:
+            self.ranks.from_first(begin)
+            with self.ranks.agreeing():
+                write(partial)
+            self.ranks.from_first(end)
         except BaseException as error:
-            shutil.rmtree(partial, ignore_errors=True)
+            if self.ranks.first:
+                shutil.rmtree(partial, ignore_errors=True)
             if isinstance(error, (OSError, SafetensorError)):
                 raise CheckpointError(self._failure(step, error)) from error
             raise
-        for other in self._found():
-            if other not in (path, self.last):
-                shutil.rmtree(other, ignore_errors=True)
         self.last = path
         return path
 
@@ -69,11 +80,14 @@ class Checkpoints:
 
         Raises CheckpointError if there are finished ones and none of them is whole.
         """
+        self.last = self.ranks.from_first(self._latest)
+        return self.last
+
+    def _latest(self) -> Path | None:
         flaws = []
         for path in self._found():
             flaw = find_flaw(path)
             if flaw is None:
-                self.last = path
                 return path
             log.warning("%s: passed over: %s", path, flaw)
             if not path.name.endswith(".partial"):

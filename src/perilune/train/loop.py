@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 from torch.profiler import record_function
 
 from perilune.core.errors import ConfigError, PeriluneError
 from perilune.data.packing import Batch
 from perilune.data.tokenizer import ByteBPE
 from perilune.models.k3 import K3Model, K3Output
+from perilune.models.k3.parallel import shard_, whole_copy
 from perilune.nn import StatisticsPool
 from perilune.nn.load import LoadWindow, bias_drift, dead_experts, layer_load, worst
 from perilune.ops.upload import on_device
@@ -31,6 +31,8 @@ from perilune.train.feed import Feed
 from perilune.train.host import Arrival
 from perilune.train.metrics import Metrics
 from perilune.train.micro_batches import cut, target_counts
+from perilune.train.parallel.feed import SharedFeed, check_rule, check_stages
+from perilune.train.parallel.ranks import Ranks
 
 
 class Diverged(PeriluneError):
@@ -104,6 +106,8 @@ class Trainer:
 
     feed: the data, if they are open already.  device: where model and batches are.
     checkpoint: a whole one of this run to go on from; otherwise it begins, from `run.init` or from drawn weights.
+    ranks: the processes that train together (docs/parallel.md), of which each makes its trainer and calls its methods;
+        left out, this one alone.  Then the first rank's feed is everybody's, and `device` is that of their mesh.
     """
 
     def __init__(
@@ -113,16 +117,29 @@ class Trainer:
         *,
         device: torch.device | str = "cpu",
         checkpoint: Path | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.run = run
+        self.ranks = ranks or Ranks()
         self.device = torch.device(device)
         self.mixed = run.precision == "bfloat16"
         torch.manual_seed(run.seed)
-        self.model = K3Model(run.model).to(self.device)  # first: what is wrong with it shows before the text is read
+        self.model = K3Model(run.model)  # first: what is wrong with it shows before the text is read
+        if self.ranks.flat_mesh is not None:
+            check_rule(run.model.balance.kind)
+            check_stages(run.stages)
+            self.ranks.layout.check(self.ranks.size, run.model.num_experts)
+            balanced = self.ranks.layout.balanced
+            shard_(self.model, self.ranks.flat_mesh, self.ranks.expert_mesh, balanced=balanced)
+        self.model.to(self.device)
         if run.compile_norms:
             self.model.compile_norms()
-        source = checkpoint or state.starting_point(run)
-        self.feed = feed or Feed(run, ByteBPE.load(source) if source else None)
+        source = checkpoint or self.ranks.from_first(lambda: state.starting_point(run))
+
+        def open_feed() -> Feed:
+            return feed or Feed(run, ByteBPE.load(source) if source else None)
+
+        self.feed: Feed | SharedFeed = open_feed() if self.ranks.mesh is None else SharedFeed(self.ranks, open_feed)
         options = run.optimizer
         self.optimizer = PerHeadMuon(
             self.model.parameter_roles(),
@@ -136,8 +153,9 @@ class Trainer:
         self.balancers = self.model.balancers()
         self.attentions = self.model.latent_attentions()
         self.pool: StatisticsPool | None = None
-        """Sums what balancers observed over the ranks that train on other tokens; None where this process is alone.  It
-        pools nothing else: gradients are for whoever lays out the ranks."""
+        """Sums what balancers observed over the ranks that train on other tokens; None where this process is alone."""
+        if self.ranks.tokens is not None:
+            self.pool = StatisticsPool(self.balancers.values(), self.ranks.tokens)
         self._loads = {name: LoadWindow(run.load_window) for name in self.balancers}
         self._bias_drift = dict.fromkeys(self.balancers, 0.0)
         self._arriving: deque[_Balance] = deque()
@@ -182,7 +200,7 @@ class Trainer:
 
     def train(
         self,
-        metrics: Metrics,
+        metrics: Metrics | None,
         watch: Callable[[Progress], None] = lambda progress: None,
         at_stage_end: Callable[[Stage], None] = lambda stage: None,
         *,
@@ -194,12 +212,15 @@ class Trainer:
         Every step leaves a line in `metrics`, then `watch` is told.  `at_stage_end` comes once a stage, before the
         checkpoint there, so that whoever goes on from a checkpoint knows that it was called for all stages before.
         Checkpoints are made every `checkpoint_every` steps, where a stage ends and before a stop.
+
+        Of several ranks only the first has `metrics` and is told; all make checkpoints, and stop if one is asked to.
         """
 
         def tell(figures: Callable[[], Progress]) -> None:
             progress = figures()
-            metrics.write(**progress.line())
-            watch(progress)
+            if metrics is not None:
+                metrics.write(**progress.line())
+                watch(progress)
 
         last: Callable[[], Progress] | None = None  # the figures of a step which the device may be at yet
         while self.steps_done < self.steps:
@@ -213,7 +234,7 @@ class Trainer:
             if not self.ahead:
                 tell(last)
                 last = None
-            stage_ended, stopped = self.steps_done in self._ends, stop()
+            stage_ended, stopped = self.steps_done in self._ends, self.ranks.any(stop())
             due = checkpoints and (stage_ended or stopped or self.steps_done % self.run.checkpoint_every == 0)
             if last is not None and (stage_ended or stopped or due):
                 tell(last)
@@ -222,7 +243,8 @@ class Trainer:
                 at_stage_end(stage)
                 self.feed.begin(self.stage)
             if checkpoints and due:
-                metrics.sync()
+                if metrics is not None:
+                    metrics.sync()
                 self.checkpoint(checkpoints)
             if stopped:
                 return
@@ -274,7 +296,7 @@ class Trainer:
         Raises Diverged where the loss or its gradient is no number, ConfigError where a document of the batch is longer
         than a micro-batch may be or the device's memory too small; either leaves model and optimizer as they were.
         """
-        tokens = self.tokens_done + batch.input_ids.numel()
+        tokens = self.tokens_done + batch.size
         parts = cut(batch, self.stage.micro_tokens)
         self._set_lr(self._next_lr())
         clipping = self._clipping()
@@ -342,6 +364,9 @@ class Trainer:
                 targets=on_device(batch.labels, self.device),
                 answers=None if batch.answers is None else on_device(batch.answers, self.device),
                 counts=whole,
+                group=self.ranks.context,
+                mean_over=self.ranks.tokens,
+                padding=batch.padding,
             )
 
     def _checked(self, losses: dict[str, Tensor], tokens: int) -> Update:
@@ -349,8 +374,8 @@ class Trainer:
 
         The one place in a step where the host waits for a device: an update that is not wanted cannot be undone.  It
         costs a launch's delay, for what follows is few and large."""
-        norm = get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
-        grad_norm, loss, *others = Arrival(torch.stack([norm, *losses.values()])).tensor().tolist()
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        grad_norm, loss, *others = Arrival(self.ranks.figures(grads, list(losses.values()))).tensor().tolist()
         for what, value in (("loss", loss), ("gradient norm", grad_norm)):
             if not math.isfinite(value):
                 raise Diverged(
@@ -406,6 +431,7 @@ class Trainer:
         for attention in self.attentions.values():
             if attention.max_logits is None:
                 continue
+            self.ranks.max_(attention.max_logits)
             qk_clip_(
                 attention.q_weight,
                 attention.kv_b_proj.weight,
@@ -445,5 +471,18 @@ class Trainer:
 
         The model's `config.json` comes last: a folder that has one is complete.
         """
-        self.feed.tokenizer.save(folder)
-        self.model.save_pretrained(folder)
+        model = self.whole_model()
+
+        def write() -> None:
+            assert model is not None
+            self.feed.tokenizer.save(folder)
+            model.save_pretrained(folder)
+
+        self.ranks.from_first(write)
+
+    def whole_model(self) -> K3Model | None:
+        """The model in one piece, on the first rank; None on others, who all have to call this.  Alone it is `model`
+        itself, else a copy."""
+        if self.ranks.mesh is None:
+            return self.model
+        return whole_copy(self.model, self.ranks.first, self.device)

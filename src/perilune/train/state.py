@@ -1,7 +1,8 @@
 """All that a training run is between two steps, written to a folder and put back bit for bit.
 
-The folder is a model's, with its tokenizer and two files more: `training.safetensors` has every other tensor, by names
-such as `optimizer/lm_head.weight/momentum`, `training.json` the step, the place in the data and the configuration.
+Of one process the folder is a model's, with its tokenizer and two files more: `training.safetensors` has every other
+tensor, by names such as `optimizer/lm_head.weight/momentum`, `training.json` the step, the place in the data and the
+configuration.  Several ranks write parts of tensors (`perilune.train.parallel.checkpoint`).
 """
 
 import json
@@ -18,10 +19,11 @@ from torch import Tensor
 import perilune
 from perilune.core.errors import CheckpointError, ConfigError
 from perilune.models.k3 import K3Config
-from perilune.models.k3.convert import load_into, open_shard, read_config, write_shards
+from perilune.models.k3.convert import open_shard, read_config, write_shards
 from perilune.train.checkpoint import Checkpoints, check_whole
 from perilune.train.config import Run
 from perilune.train.folder import differences, spell, write_json
+from perilune.train.parallel.checkpoint import in_parts, load_weights, model_tensors, names_in, read_parts, write_parts
 
 if TYPE_CHECKING:
     from perilune.train.loop import Trainer
@@ -41,12 +43,23 @@ NO_PART_OF_WEIGHTS = (
 
 
 def write(trainer: "Trainer", folder: Path) -> None:
-    """Raises OSError or SafetensorError where the disk does not take it."""
+    """Raises OSError or SafetensorError where the disk does not take it.  Of several ranks, all have to call it."""
+    ranks = trainer.ranks
+    tensors = {name: tensor.detach() for name, tensor in _tensors(trainer)}
+    if ranks.mesh is None:
+        write_shards(trainer.model, folder)
+        _write_rest(trainer, tensors, folder)
+        return
+    parts = {name: tensors.pop(name) for name, _ in _optimizer_tensors(trainer)}
+    ranks.from_first(lambda: _write_rest(trainer, tensors, folder))
+    write_parts(model_tensors(trainer.model) | parts, folder, ranks)
+
+
+def _write_rest(trainer: "Trainer", tensors: dict[str, Tensor], folder: Path) -> None:
+    """All but the weights."""
     trainer.feed.tokenizer.save(folder)
-    write_shards(trainer.model, folder)
     write_json(folder / "config.json", trainer.model.config.to_hf())
-    tensors = {name: tensor.detach().contiguous() for name, tensor in _tensors(trainer)}
-    save_file(tensors, folder / TENSORS)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / TENSORS)
     write_json(
         folder / VALUES,
         {
@@ -68,7 +81,7 @@ def restore(trainer: "Trainer", folder: Path) -> None:
     """
     values = json.loads((folder / VALUES).read_text(encoding="utf-8"))
     _check_run(folder, values, trainer.run)
-    load_into(trainer.model, folder)
+    load_weights(trainer.model, folder, trainer.ranks)
     stored = _read_tensors(folder)
     _fill_optimizer(trainer, folder, stored)
     _fill_balancers(trainer, folder, stored)
@@ -114,7 +127,7 @@ def start_from(trainer: "Trainer", folder: Path) -> None:
         raise CheckpointError(
             f"init: expected the model of {folder}, got {spell(found)}; give both the same configuration"
         )
-    load_into(trainer.model, folder)
+    load_weights(trainer.model, folder, trainer.ranks)
     if weights_alone:
         log.info("%s: weights without an optimizer's state, which starts at zero", folder)
         return
@@ -152,11 +165,15 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 
 def _fill_optimizer(trainer: "Trainer", folder: Path, stored: dict[str, Tensor]) -> None:
     own = dict(_optimizer_tensors(trainer))
-    if odd := own.keys() ^ {name for name in stored if name.startswith("optimizer/")}:
+    parted = in_parts(folder)
+    if odd := own.keys() ^ {name for name in (names_in(folder) if parted else stored) if name.startswith("optimizer/")}:
         raise CheckpointError(
             f"{folder / TENSORS}: expected the state of the same optimizer, got another ({min(odd)}); "
             "go on with the version that wrote it"
         )
+    if parted or trainer.ranks.mesh is not None:
+        read_parts(own, folder, trainer.ranks)
+        return
     for name, tensor in own.items():
         tensor.copy_(stored[name])
 

@@ -192,6 +192,11 @@ def read_index(folder: Path) -> dict[str, Path]:
                 raise CheckpointError(f"{folder}: expected the shard {file}, found none; the download is incomplete")
         return {name: folder / file for name, file in weight_map.items()}
     single = folder / "model.safetensors"
+    if not single.exists() and any(folder.glob("shard-*.safetensors")):
+        raise CheckpointError(
+            f"{folder}: expected model.safetensors or its index, found the parts that several ranks wrote; "
+            "make a model of them with perilune export"
+        )
     if not single.exists():
         raise CheckpointError(
             f"{folder}: expected model.safetensors or its index, found neither; give a folder with weights"

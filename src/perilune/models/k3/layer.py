@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from perilune.models.k3.attention import kind_of
@@ -80,16 +81,26 @@ class DecoderLayer(nn.Module):
         cache: Any = None,
         cu_seqlens: Sequence[int] | None = None,
         mask: Tensor | None = None,
+        group: "dist.ProcessGroup | None" = None,
     ) -> None:
-        """Moves `stream` one layer up.  `mask: [B, T]`, True at tokens that count for the balancer."""
-        self.attend(stream, cache=cache, cu_seqlens=cu_seqlens)
+        """Moves `stream` one layer up.  `mask: [B, T]`, True at tokens that count for the balancer; group: the ranks
+        over which rows are cut."""
+        self.attend(stream, cache=cache, cu_seqlens=cu_seqlens, group=group)
         self.feed(stream, mask=mask)
 
-    def attend(self, stream: DepthStream, *, cache: Any = None, cu_seqlens: Sequence[int] | None = None) -> None:
+    def attend(
+        self,
+        stream: DepthStream,
+        *,
+        cache: Any = None,
+        cu_seqlens: Sequence[int] | None = None,
+        group: "dist.ProcessGroup | None" = None,
+    ) -> None:
         """The first sublayer alone."""
         h = stream.read(self.self_attention_res)
         x = self.input_layernorm(h, dtype_for_products(h))
-        stream.add(self.self_attn(x, cache=cache, cu_seqlens=cu_seqlens))
+        cut = {} if group is None else {"group": group}  # not every attention can
+        stream.add(self.self_attn(x, cache=cache, cu_seqlens=cu_seqlens, **cut))
 
     def feed(self, stream: DepthStream, *, mask: Tensor | None = None) -> None:
         """The second."""
@@ -120,11 +131,16 @@ class MTPLayer(nn.Module):
         self.norm = RMSNorm(d, eps)
 
     def forward(
-        self, h: Tensor, embedding: Tensor, cu_seqlens: Sequence[int] | None, mask: Tensor | None
+        self,
+        h: Tensor,
+        embedding: Tensor,
+        cu_seqlens: Sequence[int] | None,
+        mask: Tensor | None,
+        group: "dist.ProcessGroup | None" = None,
     ) -> tuple[Tensor, Tensor]:
         """`h`, `embedding` (of each next token): [B, T, D].  Returns h' and its norm, which goes to the head."""
         dtype = dtype_for_products(h)
         x = self.eh_proj(torch.cat([self.hnorm(h, dtype), self.enorm(embedding, dtype)], dim=-1))
         stream = DepthStream(x, period=None)
-        self.layer(stream, cu_seqlens=cu_seqlens, mask=mask)
+        self.layer(stream, cu_seqlens=cu_seqlens, mask=mask, group=group)
         return stream.live, self.norm(stream.live, dtype)

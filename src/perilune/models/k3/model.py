@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -22,6 +23,7 @@ from perilune.ops import linear_cross_entropy
 from perilune.ops.autocast import dtype_for_products
 from perilune.ops.cross_entropy import IGNORED
 from perilune.ops.packing import boundaries
+from perilune.ops.shards import gather, place_in
 from perilune.ops.upload import on_device
 from perilune.optim.roles import Roles
 
@@ -57,17 +59,25 @@ class Backbone(nn.Module):
         self.mtp = nn.ModuleList(MTPLayer(config) for _ in range(config.num_nextn_predict_layers))
         self.recompute: Recompute = "none"
 
-    def forward(self, input_ids: Tensor, cache: HybridCache | None, cu_seqlens: Sequence[int] | None) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        cache: HybridCache | None,
+        cu_seqlens: Sequence[int] | None,
+        mask: Tensor | None = None,
+        group: "dist.ProcessGroup | None" = None,
+    ) -> Tensor:
         """The features before the last norm: [B, T] to [B, T, D]."""
         stream = DepthStream(self.embed_tokens(input_ids), self.period)
         if self.training and self.recompute != "none":
             climb = self._climb if self.recompute != "blocks" else self._climb_by_sublayers
             for first, last in itertools.pairwise(self._stretches()):
-                sources = recomputed(climb, first, last, cu_seqlens, *stream.sources)
+                sources = recomputed(climb, first, last, cu_seqlens, mask, group, *stream.sources)
                 stream = DepthStream.resume(sources, self.period, last)
         else:
             for i, layer in enumerate(self.layers):
-                layer(stream, cache=None if cache is None else cache.layers[i], cu_seqlens=cu_seqlens)
+                past = None if cache is None else cache.layers[i]
+                layer(stream, cache=past, cu_seqlens=cu_seqlens, mask=mask, group=group)
         return stream.mixed(self.output_attn_res)
 
     def _stretches(self) -> list[int]:
@@ -76,23 +86,30 @@ class Backbone(nn.Module):
         size = {"sublayers": 1, "layers": 2, "blocks": block}[self.recompute]
         return [*range(0, 2 * len(self.layers), size), 2 * len(self.layers)]
 
-    def _climb(self, first: int, last: int, cu_seqlens: Sequence[int] | None, *sources: Tensor) -> tuple[Tensor, ...]:
+    def _climb(
+        self,
+        first: int,
+        last: int,
+        cu_seqlens: Sequence[int] | None,
+        mask: Tensor | None,
+        group: "dist.ProcessGroup | None",
+        *sources: Tensor,
+    ) -> tuple[Tensor, ...]:
         """A stream's sources before sublayer `first` to those before sublayer `last`."""
         stream = DepthStream.resume(sources, self.period, first)
         for read in range(first, last):
             layer = cast("DecoderLayer", self.layers[read // 2])
             if read % 2 == 0:
-                layer.attend(stream, cu_seqlens=cu_seqlens)
+                layer.attend(stream, cu_seqlens=cu_seqlens, group=group)
             else:
-                layer.feed(stream)
+                layer.feed(stream, mask=mask)
         return tuple(stream.sources)
 
-    def _climb_by_sublayers(
-        self, first: int, last: int, cu_seqlens: Sequence[int] | None, *sources: Tensor
-    ) -> tuple[Tensor, ...]:
+    def _climb_by_sublayers(self, first: int, last: int, *arguments: Any) -> tuple[Tensor, ...]:
         """The same; while it is recomputed, it keeps the live sums and one sublayer whole."""
+        *beside, sources = *arguments[:3], arguments[3:]
         for read in range(first, last):
-            sources = recomputed(self._climb, read, read + 1, cu_seqlens, *sources)
+            sources = recomputed(self._climb, read, read + 1, *beside, *sources)
         return sources
 
 
@@ -133,6 +150,9 @@ class K3Model(nn.Module):
         targets: Tensor | None = None,
         answers: Tensor | None = None,
         counts: Mapping[str, Sequence[int]] | None = None,
+        group: "dist.ProcessGroup | None" = None,
+        mean_over: "dist.ProcessGroup | None" = None,
+        padding: int = 0,
     ) -> K3Output:
         """`input_ids: [B, T]`.
 
@@ -143,6 +163,12 @@ class K3Model(nn.Module):
         targets: [B, T], already shifted: what each position is to predict.  Gives the loss without keeping logits.
         answers: [B, T], beside `targets` and shifted like them: a loss of their own, for a few tokens that matter would
         drown in the mean over all.
+        group: a process group over whose ranks rows are cut, equally and without gaps: everything [B, T] is this rank's
+            shard, `cu_seqlens` the boundaries in the whole row.  Every rank calls, and runs its backward pass.
+        padding: how many of the whole row's last tokens, documents of their own, only fill it up: no balancer counts
+            them.
+        mean_over: `group` if left out; or a process group whose ranks have documents of their own, perhaps none: losses
+            are means over the targets of all, each rank has its own targets' part, and parts and gradients add up.
         """
         if input_ids.dim() != 2:
             raise ShapeError(f"input_ids: expected [B, T], got {list(input_ids.shape)}; add a batch axis")
@@ -159,18 +185,27 @@ class K3Model(nn.Module):
         if attention_mask is not None:
             beside = {"labels": labels, "targets": targets, "answers": answers}
             return self._forward_padded(input_ids, attention_mask.bool(), cache, cu_seqlens, beside, counts)
-        cu = boundaries(cu_seqlens, *input_ids.shape)
-        h = self.model(input_ids, cache, cu)
+        if group is not None and cache is not None:
+            raise ShapeError("cache: expected none beside group, got both; decode in one process, without a group")
+        rank, ranks = (0, 1) if group is None else place_in(group)
+        mean_over = group if mean_over is None else mean_over
+        (B, T), real = input_ids.shape, None
+        cu = boundaries(cu_seqlens, B, T * ranks)
+        if padding:
+            real = (torch.arange(T, device=input_ids.device) < T * (ranks - rank) - padding).expand(B, T)
+        h = self.model(input_ids, cache, cu, real, group)
         features = self.model.norm(h, dtype_for_products(h))
         output = K3Output(cache=cache)
         if targets is None:
             output.logits = self.lm_head(features)
         if labels is not None:
-            targets = shifted(labels, cu)
+            targets = shifted(labels, cu, group)
         if targets is not None:
-            losses = self._losses(input_ids, h, features, targets, cu, counts or {})
+            known = input_ids if real is None else input_ids.masked_fill(~real, IGNORED)
+            losses = self._losses(known, h, features, targets, cu, counts or {}, group, mean_over)
             if answers is not None:
-                losses["answers"] = self._cross_entropy(features, answers, *(counts or {}).get("answers", ()))
+                number = (counts or {}).get("answers", (None,))[0]
+                losses["answers"] = self._cross_entropy(features, answers, number, mean_over)
             output.loss = self._total(losses)
             output.losses = {name: loss.detach() for name, loss in losses.items()}
         return output
@@ -207,19 +242,23 @@ class K3Model(nn.Module):
         targets: Tensor,
         cu: list[int] | None,
         counts: Mapping[str, Sequence[int]],
+        group: "dist.ProcessGroup | None",
+        mean_over: "dist.ProcessGroup | None",
     ) -> dict[str, Tensor]:
-        losses = {"next_token": self._cross_entropy(features, targets, *counts.get("next_token", ()))}
+        number = counts.get("next_token", (None,))[0]
+        losses = {"next_token": self._cross_entropy(features, targets, number, mean_over)}
         if self.training and len(self.model.mtp):
             # The token after each: a target, or, where nothing is learned from it, the next input of its document.
-            following = torch.where(targets == IGNORED, shifted(input_ids, cu), targets)
+            following = torch.where(targets == IGNORED, shifted(input_ids, cu, group), targets)
             further = []
             for layer, number in zip(self.model.mtp, counts.get("mtp") or itertools.repeat(None)):
                 known = following != IGNORED
                 embedding = self.model.embed_tokens(following.clamp(min=0))
                 again = self.model.recompute != "none"
-                h, features = recomputed(layer, h, embedding, cu, known) if again else layer(h, embedding, cu, known)
-                following, targets = shifted(following, cu), shifted(targets, cu)
-                further.append(self._cross_entropy(features, targets, number))
+                arguments = (h, embedding, cu, known, group)
+                h, features = recomputed(layer, *arguments) if again else layer(*arguments)
+                following, targets = shifted(following, cu, group), shifted(targets, cu, group)
+                further.append(self._cross_entropy(features, targets, number, mean_over))
             losses["mtp"] = torch.stack(further).mean()
         if self.training:
             balance = [moe.auxiliary_loss for moe in self._moes() if moe.auxiliary_loss is not None]
@@ -227,11 +266,18 @@ class K3Model(nn.Module):
                 losses["balance"] = torch.stack(balance).sum()
         return losses
 
-    def _cross_entropy(self, features: Tensor, targets: Tensor, number: int | None = None) -> Tensor:
-        """Mean over the targets that are not ignored, or over that number; 0 where there are none.  The logits are
-        never held."""
+    def _cross_entropy(
+        self, features: Tensor, targets: Tensor, number: int | None, mean_over: "dist.ProcessGroup | None"
+    ) -> Tensor:
+        """Mean over the targets that are not ignored, on all ranks of a group if one is given, or over that number; 0
+        where there are none.  The logits are never held."""
         total = linear_cross_entropy(features.flatten(0, 1), self.lm_head.weight, targets.flatten())
-        return total / ((targets != IGNORED).sum().clamp(min=1) if number is None else max(number, 1))
+        if number is not None:
+            return total / max(number, 1)
+        count = (targets != IGNORED).sum()
+        if mean_over is not None:
+            dist.all_reduce(count, group=mean_over)
+        return total / count.clamp(min=1)
 
     def _total(self, losses: dict[str, Tensor]) -> Tensor:
         config = self.config
@@ -307,8 +353,16 @@ class K3Model(nn.Module):
         save(self, Path(folder))
 
 
-def shifted(labels: Tensor, cu: Sequence[int] | None) -> Tensor:
-    """What each position is to predict: the next label of its document, -100 at a document's end.  `[B, T]`."""
+def shifted(labels: Tensor, cu: Sequence[int] | None, group: "dist.ProcessGroup | None" = None) -> Tensor:
+    """What each position is to predict: the next label of its document, -100 at a document's end.  `[B, T]`.
+
+    group: the ranks over which the rows are cut, whose boundaries `cu` then are.
+    """
+    if group is not None:
+        (rank, ranks), whole = place_in(group), gather(labels, group).transpose(0, 1).flatten(1, 2)
+        return shifted(whole, cu).chunk(ranks, 1)[rank]
+    if not labels.shape[1]:  # a rank without tokens
+        return labels
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
     if cu is not None:
         ends = [end - 1 for start, end in itertools.pairwise(cu) if end > start]

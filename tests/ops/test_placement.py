@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perilune.core.errors import ShapeError
-from perilune.plan.placement import copies, place
+from perilune.ops.grouped_experts.placement import copies, place
 
 
 def check(loads: list[int], ranks: int) -> list[list[int]]:

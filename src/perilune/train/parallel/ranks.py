@@ -1,0 +1,193 @@
+"""The ranks of a run: one process for each device, started by `torchrun`, or this process alone.
+
+Collectives between devices go through the mesh; what ranks have to say to each other besides, through a gloo group on
+the host, which waits long enough for rank 0 to read a corpus or to judge a model.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+
+from perilune.core.errors import BackendError, ConfigError
+from perilune.train.parallel.layout import Layout
+
+T = TypeVar("T")
+PATIENCE = timedelta(hours=24)
+"""How long ranks wait for one that is at work alone; one that has ended is noticed at once."""
+
+
+class Ranks:
+    """`Ranks()` is this process alone; `Ranks("cpu")`, or "cuda", is all processes of the default group, laid out.
+
+    mesh: dimensions "dp", whose ranks have documents of their own, and "cp", over whose ranks rows are cut.
+    expert_mesh: the same ranks otherwise, "ep" over whose neighbours experts are spread, "dp_shard" the rest.
+    """
+
+    def __init__(self, kind: str | None = None, layout: Layout | None = None) -> None:
+        self.layout = layout or Layout()
+        self.size, self.rank = 1, 0
+        self.mesh: DeviceMesh | None = None
+        self.flat_mesh: DeviceMesh | None = None
+        self.expert_mesh: DeviceMesh | None = None
+        self.control: dist.ProcessGroup | None = None
+        self.tokens: dist.ProcessGroup | None = None
+        """All ranks that have different tokens; None where this process is alone."""
+        self.context: dist.ProcessGroup | None = None
+        """The ranks that have the other shards of this one's rows; None where rows are not cut."""
+        if kind is None:
+            return
+        self.size, self.rank = dist.get_world_size(), dist.get_rank()
+        cp, ep = self.layout.context, self.layout.expert
+        self.layout.check(self.size, ep)
+        self.mesh = init_device_mesh(kind, (self.size // cp, cp), mesh_dim_names=("dp", "cp"))
+        self.flat_mesh = init_device_mesh(kind, (self.size,), mesh_dim_names=("dp_cp",))
+        if ep > 1:
+            self.expert_mesh = init_device_mesh(kind, (self.size // ep, ep), mesh_dim_names=("dp_shard", "ep"))
+        self.control = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self.tokens = self.flat_mesh.get_group()
+        self.context = self.mesh.get_group("cp") if cp > 1 else None
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that reads, writes and speaks."""
+        return self.rank == 0
+
+    # on devices
+
+    def sum_(self, x: Tensor) -> Tensor:
+        """x summed over the ranks that have different tokens, in place."""
+        if self.tokens is not None:
+            dist.all_reduce(x, group=self.tokens)
+        return x
+
+    def max_(self, x: Tensor) -> Tensor:
+        """The same, with the largest in place of the sum."""
+        if self.tokens is not None:
+            dist.all_reduce(x, dist.ReduceOp.MAX, group=self.tokens)
+        return x
+
+    def figures(self, grads: list[Tensor], losses: list[Tensor]) -> Tensor:
+        """The norm of all gradients, then the losses summed over ranks: one tensor, the same on every rank.
+
+        Every number of a gradient lies on one rank, so the squares of the ranks' norms add up.
+        """
+        norm = get_total_norm([grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads])
+        if self.tokens is None:
+            return torch.stack([norm, *losses])
+        parts = self.sum_(torch.stack([norm.double().square(), *losses]))  # float64: a square must not overflow
+        return torch.cat([parts[:1].sqrt(), parts[1:]])
+
+    # on the host
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is so on any rank."""
+        if self.control is None:
+            return flag
+        flags = torch.tensor(int(flag))
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.control)
+        return bool(flags)
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """What `make` gives on the first rank, on all of them; what it raises there, they all raise."""
+        if self.control is None:
+            return make()
+        said: list[Any] = [None, None]
+        if self.first:
+            try:
+                said[0] = make()
+            except Exception as error:
+                said[1] = error
+        dist.broadcast_object_list(said, src=0, group=self.control)
+        if said[1] is not None:
+            raise said[1]
+        return said[0]
+
+    def only_first(self, make: Callable[[], T]) -> T | None:
+        """What `make` gives on the first rank, there alone; what it raises, they all raise."""
+        made: list[T] = []
+        self.from_first(lambda: made.append(make()))
+        return made[0] if made else None
+
+    def scatter(self, make: Callable[[], list[Any]]) -> Any:
+        """To every rank its item of the list that `make` gives on the first one; errors as in `from_first`."""
+        if self.control is None:
+            return make()[0]
+        items: list[Any] | None = None
+        if self.first:
+            try:
+                items = [(item, None) for item in make()]
+            except Exception as error:
+                items = [(None, error)] * self.size
+        mine: list[Any] = [None]
+        dist.scatter_object_list(mine, items, src=0, group=self.control)
+        item, failure = mine[0]
+        if failure is not None:
+            raise failure
+        return item
+
+    @contextmanager
+    def agreeing(self) -> Iterator[None]:
+        """All ranks get to the end of the block, or all raise: each its own error, or else that of the lowest rank."""
+        own: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            own = error
+        if self.control is not None:
+            every: list[Any] = [None] * self.size
+            dist.all_gather_object(every, own, group=self.control)
+            own = own or next((error for error in every if error is not None), None)
+        if own is not None:
+            raise own
+
+
+def launched() -> bool:
+    """Whether `torchrun` started this process, as one of several or alone."""
+    return {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} <= os.environ.keys()
+
+
+@contextmanager
+def joined(device: str, layout: Layout | None = None) -> Iterator[tuple[Ranks, str]]:
+    """The ranks that `torchrun` started, and this one's device, of the kind of `device`; alone, if it started none.
+
+    Raises ConfigError where a device is named by number, there are fewer than ranks on this machine, or ranks do not
+    divide as the layout says.
+    """
+    if not launched():
+        if layout is not None:
+            layout.check(1, layout.expert)
+        yield Ranks(), device
+        return
+    kind, _, number = device.partition(":")
+    if number not in ("", "0"):
+        raise ConfigError(f"--device: expected cuda on several ranks, got {device}; each takes the GPU of its number")
+    if kind == "cuda":
+        local, there = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        if local >= there:
+            raise ConfigError(f"nproc-per-node: expected at most {there}, one for each GPU, got more; start fewer")
+        device = f"cuda:{local}"
+        torch.cuda.set_device(local)
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    yield Ranks(kind, layout), device
+    dist.destroy_process_group()  # not after an error: the other ranks may be waiting
+
+
+@contextmanager
+def explained(ranks: Ranks) -> Iterator[None]:
+    """Says in one line that another rank has ended, in place of what gloo or NCCL say."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = " ".join(str(error).split())
+        if ranks.mesh is None or not (isinstance(error, dist.DistError) or "gloo" in text or "onnection" in text):
+            raise
+        raise BackendError(f"ranks: expected all to go on, lost one ({text[:200]}); see what it said") from error
