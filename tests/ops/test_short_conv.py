@@ -300,6 +300,32 @@ def test_the_graph_keeps_the_inputs_and_nothing_else() -> None:
     y.sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at tensors between its graphs
+def test_a_compiler_leaves_the_rows_alone() -> None:
+    """What it compiles is what stands around, whatever the length and the documents."""
+    graphs: list[str] = []
+
+    def looking(module: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(module.code)
+        return module
+
+    def layer(x: Tensor, weight: Tensor, cu: list[int] | None) -> Tensor:
+        return short_conv(2 * x, weight, cu_seqlens=cu)[0].tanh()
+
+    torch.compiler.reset()
+    compiled = torch.compile(layer, backend=looking, dynamic=True)
+    for T, cu in ((50, [0, 5, 50]), (61, [0, 9, 61]), (62, [0, 2, 62]), (80, None)):
+        x, weight, _ = inputs(1, T, 8, 4)
+        results = []
+        for call in (layer, compiled):
+            y = call(x, weight, cu)
+            results.append([y, *torch.autograd.grad(y.sum(), [x, weight])])
+        assert_equal_to(*results, 0)
+    assert any("tanh" in code for code in graphs)
+    assert not any("addcmul" in code for code in graphs)
+    torch.compiler.reset()
+
+
 @pytest.mark.parametrize(
     ("message", "changes"),
     [

@@ -420,6 +420,7 @@ def test_more_rows_than_32_bits_count_are_refused() -> None:
     arguments = weight, None, None, "silu", False
     assert fused.refuses(x.expand(2**15, 2**15, 1), *arguments) is None
     assert "too many rows" in fused.refuses(x.expand(2**16, 2**15, 1), *arguments)
+    assert fused.refuses(x.expand(1, 2**20, 2**14), weight.expand(2**14, 4), *arguments[1:]) is None
     assert "too many rows" in fused.refuses(x.expand(2**10, 2**15, 2**14), weight.expand(2**14, 4), *arguments[1:])
 
 

@@ -29,14 +29,28 @@ def short_conv(
     output_final_state: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """x [B, T, D], weight [D, W], state [N, W-1, D] -> y [B, T, D], final state [N, W-1, D] or None."""
+    T, W = x.shape[1], weight.shape[1]
+    if cu is None and T < W:
+        if initial_state is None:
+            initial_state = x.new_zeros(x.shape[0], W - 1, x.shape[2])
+        return _step(x, weight, initial_state, activation)
+    return _by_blocks(x, weight, initial_state, cu, activation, output_final_state)
+
+
+@torch.compiler.disable  # where documents begin is data to a compiler, and every length one more to go through
+def _by_blocks(
+    x: Tensor,
+    weight: Tensor,
+    initial_state: Tensor | None,
+    cu: list[int] | None,
+    activation: str | None,
+    output_final_state: bool,
+) -> tuple[Tensor, Tensor | None]:
     (B, T, D), W = x.shape, weight.shape[1]
     N = B if cu is None else len(cu) - 1
     state = x.new_zeros(N, W - 1, D) if initial_state is None else initial_state
-    if cu is None and T < W:
-        return _step(x, weight, state, activation)
     bounds = [T * n for n in range(B + 1)] if cu is None else cu
-    find = find_heads if torch.compiler.is_compiling() else heads_found  # a compiled graph takes no cache
-    heads = find(tuple(bounds), W, x.device)
+    heads = find_heads(tuple(bounds), W, x.device)
     y = ShortConv.apply(x.reshape(B * T, D), weight, state, heads, activation == "silu").view(B, T, D)
     if not output_final_state:
         return y, None
@@ -80,6 +94,7 @@ class Heads(NamedTuple):
         return slice(a, b), self.rows[a:b] - first
 
 
+@lru_cache(maxsize=16)  # the convolutions of a model share them
 def find_heads(cu: tuple[int, ...], W: int, device: torch.device) -> Heads:
     counts = [min(b - a, W - 1) for a, b in pairwise(cu)]  # heads of each document
     before = torch.tensor(list(accumulate(counts, initial=0)))
@@ -92,9 +107,6 @@ def find_heads(cu: tuple[int, ...], W: int, device: torch.device) -> Heads:
     in_state = offset.unsqueeze(1) + tap  # [P, W], as a row of (state, document)
     source = torch.where(in_state < W - 1, P + document.unsqueeze(1) * (W - 1) + in_state, row)
     return Heads(on_device(rows, device), rows, on_device(source, device))
-
-
-heads_found = lru_cache(maxsize=16)(find_heads)  # the convolutions of a model share them
 
 
 class ShortConv(torch.autograd.Function):

@@ -20,6 +20,7 @@ TRITON = find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")  # as Triton reads it
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDEST = 8  # taps: so many rows stay in registers
+MOST = 2**30  # rows, times 128 channels: counted in 32 bits, elements in 64
 
 
 @torch.compiler.disable  # a compiled function calls the kernels as they are, between its graphs
@@ -63,7 +64,7 @@ def refuses(
         return "the tensors are on more than one device"
     if weight.shape[1] > WIDEST:
         return f"it serves filters of 1 to {WIDEST} taps, and these have {weight.shape[1]}"
-    if x.shape[0] * x.shape[1] * (1 + x.shape[2] // 128) >= 2**31:
+    if x.shape[0] * x.shape[1] * (1 + x.shape[2] // 128) > MOST:
         return "there are too many rows to count in 32 bits"
     return None
 
