@@ -299,6 +299,14 @@ def test_how_often_checkpoints_are_made_may_change(stopped, whole):
     assert lines(stopped) == lines(whole)
 
 
+def test_what_of_a_step_is_kept_may_change(stopped, whole):
+    """Recomputed, to the same bits; one part of a step as large as the step is the step."""
+    changes = ["stages.0.recompute=layers", "stages.1.recompute=blocks", "stages.1.micro_tokens=96"]
+    assert main(["train", "--resume", "run", *changes]) == 0
+    assert [stage.recompute for stage in read_run(stopped).stages] == ["layers", "blocks"]
+    assert lines(stopped) == lines(whole)
+
+
 def test_the_text_may_lie_elsewhere_if_it_is_the_same(stopped, whole, texts, tmp_path, capsys):
     shutil.copytree(texts, tmp_path / "moved")
     (tmp_path / "moved" / "03.txt").write_text("another text\n" * 40)

@@ -60,10 +60,10 @@ def every_expert(x, w_gate, w_up, w_down, ids, weights, **options):
 @pytest.mark.usefixtures("_as_on_a_gpu")
 @pytest.mark.parametrize("kind", ["quantile", "sign", "band", "aux"])
 @pytest.mark.parametrize("further", [0, 1])
-@pytest.mark.parametrize("micro", [None, 48])
-def test_a_step_asks_for_nothing(kind, further, micro, monkeypatch):
+@pytest.mark.parametrize(("micro", "recompute"), [(None, "none"), (48, "none"), (48, "layers")])
+def test_a_step_asks_for_nothing(kind, further, micro, recompute, monkeypatch):
     model = {"balance": BalanceConfig(kind=kind), "num_nextn_predict_layers": further}
-    stages = tuple(stage.replace(micro_tokens=micro) for stage in STAGES)
+    stages = tuple(stage.replace(micro_tokens=micro, recompute=recompute) for stage in STAGES)
     trainer = tiny(run(model=model, stages=stages, optimizer=OptimizerConfig(qk_clip=None)))
     batches = [trainer.feed.next() for _ in range(3)]
     trainer.step(batches[0])  # tables that are made once
@@ -91,14 +91,16 @@ def test_the_watch_sees_what_it_should():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_a_step_on_a_gpu_waits_once(precision):
+@pytest.mark.parametrize(("micro", "recompute"), [(None, "none"), (256, "sublayers"), (512, "blocks")])
+def test_a_step_on_a_gpu_waits_once(precision, micro, recompute):
     """By the driver's own account: what waits by accident raises; the one wait that is meant is for an event."""
     from perilune.models.k3 import presets
 
     small = presets.small()
     linear = small.linear_attn_config.replace(kda_layers=(1, 2, 3), full_attn_layers=(4,))
     model = small.replace(num_hidden_layers=4, linear_attn_config=linear, attn_res_block_size=1, vocab_size=512)
-    stage = STAGE.replace(context=256, batch_tokens=1024, tokens=10_240, mix={"text": 1.0})
+    sizes = {"context": 256, "batch_tokens": 1024, "tokens": 10_240, "micro_tokens": micro, "recompute": recompute}
+    stage = STAGE.replace(**sizes, mix={"text": 1.0})
     made = run(stages=(stage,), precision=precision).replace(model=model)
     if precision == "float32":  # the kernels of the experts multiply bfloat16; torch's products look at counts
         made = made.replace(model=made.model.replace(num_experts=0))

@@ -2,6 +2,8 @@
 
 perilune train nano
 perilune train nano seed=1 stages.0.tokens=200000 --out runs/short
+perilune train 1b_8k stages.0.micro_tokens=32768                       the same steps in parts, in less memory
+perilune train small_1m stages.0.recompute=blocks                      less again, computing activations twice
 perilune train --resume runs/demo                                      where it stopped, to the same bits
 perilune train --resume runs/demo stages.1.lr=2e-3 --out runs/lower    from there in a copy, at other rates
 torchrun --nproc-per-node 8 -m perilune train 1b                       the same on eight GPUs (docs/parallel.md)

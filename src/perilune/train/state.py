@@ -33,7 +33,8 @@ TENSORS = "training.safetensors"
 VALUES = "training.json"
 FORMAT = 1
 CHANGEABLE = re.compile(
-    r"stages\.\d+\.(lr|lr_end|warmup|micro_tokens)|optimizer\.\w+|checkpoint_every|data\.sources\.[^.]+\.path"
+    r"stages\.\d+\.(lr|lr_end|warmup|micro_tokens|recompute)|optimizer\.\w+|checkpoint_every"
+    r"|data\.sources\.[^.]+\.path"
 )
 """Keys of a run's configuration that may have changed since the checkpoint: what it holds goes on to fit."""
 NO_PART_OF_WEIGHTS = (
@@ -196,7 +197,7 @@ def _check_run(folder: Path, values: dict[str, Any], run: Run) -> None:
     if fixed := {key: pair for key, pair in found.items() if not CHANGEABLE.fullmatch(key)}:
         raise CheckpointError(
             f"{folder}: expected a checkpoint of this run, got one with {spell(fixed)}; "
-            "only rates and the optimizer's options may change under way"
+            "only rates, the optimizer's options, micro_tokens and recompute may change under way"
         )
     if found:
         log.warning("%s: from here on %s", folder, spell(found, most=len(found)))
