@@ -1,5 +1,6 @@
 """Activations that are computed again: the same bits, everything noted down once, and only what was promised kept."""
 
+import gc
 from itertools import pairwise
 
 import pytest
@@ -7,7 +8,10 @@ import torch
 
 from perilune.core.errors import ConfigError
 from perilune.nn import BlockAttnRes, GatedMLA, StableLatentMoE
-from perilune.nn.recompute import decided, recomputed, recomputing
+from perilune.nn.recompute import _Record, decided, recomputed, recomputing
+from perilune.plan.layout import Layout, Work, stages
+from perilune.plan.memory import memory
+from perilune.plan.sizes import sizes
 from tiny_k3 import config, ids, model
 
 UNITS = ("sublayers", "layers", "blocks")
@@ -246,6 +250,27 @@ def test_four_layers_more_keep_nothing_but_their_inputs(unit, size, more, autoca
     for few, many in pairwise(counts):
         assert many[stream] - few[stream] == more
         assert {**many, stream: 0} == {**few, stream: 0}
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_choices_of_experts_are_held_once(unit):
+    """[T, top_k] int64 of every MoE layer, which hooks on saved tensors do not see; gone with the graph."""
+
+    def held():
+        gc.collect()
+        records = [x for x in gc.get_objects() if type(x) is _Record]
+        return sum({t.data_ptr(): t.untyped_storage().nbytes() for r in records for t in r.values}.values())
+
+    before, k3, tokens = held(), model(torch.float32), ids(1, 64)
+    k3.recompute_activations(unit)
+    loss = k3(tokens, labels=tokens).loss
+    (stage,) = stages(k3.config, sizes(k3.config), 1)
+    layout, work = Layout(1, 1, 1, 1, "weights", unit, 1), Work("", 64, 64, 64)
+    planned = memory(k3.config, stage, layout, work).passes["choices of experts"]
+    assert held() - before == planned == 4 * 64 * 2 * 8
+    loss.backward()
+    del loss
+    assert held() == before
 
 
 def test_the_least_that_is_kept_by_depth():

@@ -1,5 +1,6 @@
 """A step in micro-batches is the step in one pass."""
 
+import gc
 import math
 from itertools import chain
 
@@ -9,6 +10,7 @@ import torch
 
 from perilune.core.errors import ConfigError
 from perilune.data.packing import IGNORE, Batch, packed
+from perilune.models.k3 import presets
 from perilune.models.k3.config import BalanceConfig
 from perilune.optim import qk_clip_
 from perilune.train import loop
@@ -325,3 +327,25 @@ def test_blocks_are_recomputed_where_there_are_some():
     with pytest.raises(ConfigError, match="recompute: expected none, sublayers or layers without attention residuals"):
         run(stages=stages, model={"attn_res_block_size": None})
     assert tiny(run(stages=stages)).step(batch_of()).losses["next_token"] > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_on_a_gpu():
+    """A model of one width for the kernels: parts and second runs give the step of one pass, in less memory."""
+    small = presets.small()
+    linear = small.linear_attn_config.replace(kda_layers=(1, 2, 3), full_attn_layers=(4,))
+    model = small.replace(num_hidden_layers=4, linear_attn_config=linear, attn_res_block_size=2, vocab_size=512)
+    batch, found = batch_of((1024,) * 16, seed=2), {}
+    peaks = {}
+    for micro, recompute in ((None, "none"), (4096, "none"), (None, "sublayers"), (None, "layers"), (4096, "blocks")):
+        stage = STAGE.replace(context=1024, batch_tokens=2**14, tokens=2**15, micro_tokens=micro, recompute=recompute)
+        trainer = tiny(run(stages=(stage,), precision="bfloat16").replace(model=model), device="cuda")
+        gc.collect()  # the trainer before is in circles
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        found[micro, recompute] = update = trainer.step(batch)
+        peaks[micro, recompute] = torch.cuda.max_memory_allocated() - before
+        assert update.losses["next_token"] == pytest.approx(found[None, "none"].losses["next_token"], rel=1e-3)
+        assert update.grad_norm == pytest.approx(found[None, "none"].grad_norm, rel=2e-2)
+        assert len(peaks) == 1 or peaks[micro, recompute] < 0.8 * peaks[None, "none"]

@@ -22,6 +22,7 @@ from perilune.plan.layout import Layout, Stage, Work
 from perilune.plan.sizes import Share
 
 MASTER, GRADIENT, MOMENTUM, MOMENTS, HALF, WIDE = 4, 4, 4, 8, 2, 4  # bytes a parameter, or a number
+CHOICE = 8  # bytes: the index of an expert, which a second run is told
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,8 @@ def _passes(config: K3Config, stage: Stage, layout: Layout, work: Work) -> dict[
         one = {"sublayers": "one sublayer", "layers": "one layer", "blocks": "one block's live sums, one sublayer"}
         largest = largest_stretch(config, stage.sorts, stage.mixers, b, s, layout.recompute)
         parts[f"{one[layout.recompute]}, recomputed"] = tokens * largest
+        slots = sum(count * config.num_experts_per_token for i, count in stage.sorts if config.is_moe(i))
+        parts["choices of experts"] = in_flight * tokens * CHOICE * slots
     parts["workspace of a sublayer's backward"] = backward_workspace(config, stage.sorts, tokens, b)
     if stage.last:
         parts["head: loss and gradients"] = (
