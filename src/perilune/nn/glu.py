@@ -34,10 +34,7 @@ class GLU(nn.Module):
         self.down_proj = nn.Linear(inner_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.closed(*project(x, self.gate_proj, self.up_proj))
-
-    def closed(self, gate: Tensor, up: Tensor) -> Tensor:
-        """What follows both projections, which a caller may have made with others of the same x."""
+        gate, up = project(x, self.gate_proj, self.up_proj)
         inner = situ_glu(gate, up, self.beta_gate, self.beta_up) if self.activation == "situ" else swiglu(gate, up)
         return project(inner, self.down_proj)[0]
 

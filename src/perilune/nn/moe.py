@@ -147,15 +147,14 @@ class StableLatentMoE(nn.Module):
         loss = self.balancer.observe(scores, ids, None if mask is None else mask.reshape(-1))
         if not recomputing():
             self.auxiliary_loss = loss
-        down, shared = self.routed_expert_down_proj, self.shared_experts
-        layers = [*([] if down is None else [down]), *([] if shared is None else [shared.gate_proj, shared.up_proj])]
-        read = list(project(tokens, *layers))
-        routed = self._routed(tokens if down is None else read.pop(0), ids, weights)
-        if shared is not None:
-            routed = routed + shared.closed(*read)
+        routed = self._routed(tokens, ids, weights)
+        if self.shared_experts is not None:
+            routed = routed + self.shared_experts(tokens)
         return routed.view(x.shape)
 
-    def _routed(self, z: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    def _routed(self, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        down = self.routed_expert_down_proj
+        z = tokens if down is None else project(tokens, down)[0]
         u = self.experts(
             z,
             ids,

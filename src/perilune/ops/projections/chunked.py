@@ -64,5 +64,7 @@ class _Projections(torch.autograd.Function):
             dy = None if dy is None else as_rows(dy)
             dweights.append(None if dy is None or not want else weight_gradient(dy, rows, dtype))
             if want_x and dy is not None:
-                dx = dy @ w if dx is None else dx.addmm_(dy, w)
+                dx = (
+                    dy @ w if dx is None else torch.addmm(dx, dy, w, out=dx)
+                )  # in place, as addmm_; FLOP counters know it
         return None if dx is None else dx.view(x.shape), None, *dweights
