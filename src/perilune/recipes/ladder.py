@@ -15,9 +15,13 @@ from perilune.recipes.joined import joined
 from perilune.recipes.long_context import SOURCES
 from perilune.train.config import DataConfig, OptimizerConfig, Run, Stage
 
-MEMORY: dict[str, dict[str, Any]] = {"8k": {}, "64k": {}, "256k": {}, "1m": {}}
-"""By stage, further keys of `Stage` with which its rows fit on one GPU: micro-batches and recomputed activations, once
-stages have them.  As it stands a row of 1,048,576 tokens keeps more for its backward pass than one GPU holds."""
+MEMORY: dict[str, dict[str, Any]] = {
+    "8k": {"micro_tokens": 65_536},
+    "64k": {},
+    "256k": {},
+    "1m": {"recompute": "sublayers"},
+}
+"""By stage, what `perilune plan ladder_1m --gpus 1` and its like ask for, so that a step fits one GPU of 141 GB."""
 REWARM = 0.1
 """Share of a later stage spent warming up again: these have tens of steps, of which one percent is none."""
 
