@@ -40,9 +40,9 @@ def shard(x, rank, ranks):
 def check(rank, ranks, cases):
     for case in cases:
         cu = PACKS[case]
-        for recomputed in (False, True) if case == "documents over borders" else (False,):
+        for unit in ("none", "sublayers", "layers", "blocks") if case == "documents over borders" else ("none",):
             k3 = made()
-            k3.recompute_activations(recomputed)
+            k3.recompute_activations(unit)
             tokens, labels = data(case)
             whole = k3(tokens, labels=labels, cu_seqlens=cu)
             whole.loss.backward()
@@ -51,7 +51,7 @@ def check(rank, ranks, cases):
             logits = [a.max_logits for a in k3.latent_attentions().values()]
 
             k3 = made()
-            k3.recompute_activations(recomputed)
+            k3.recompute_activations(unit)
             output = k3(
                 shard(tokens, rank, ranks), labels=shard(labels, rank, ranks), cu_seqlens=cu, group=dist.group.WORLD
             )
