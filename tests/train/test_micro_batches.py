@@ -265,17 +265,21 @@ def test_too_little_memory_is_one_line_that_says_what_to_do(monkeypatch):
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_heads_are_clipped_once_by_the_largest_logit_of_all_parts(every, monkeypatch):
+@pytest.mark.parametrize("kind", ["quantile", "aux"])
+def test_heads_are_clipped_once_by_the_largest_logit_of_all_parts(every, kind, monkeypatch):
     seen = []
     monkeypatch.setattr(
         loop, "qk_clip_", lambda *args, **options: (seen.append(args[2].clone()), qk_clip_(*args, **options))
     )
-    made = run(optimizer=OptimizerConfig(qk_clip=1e-6, qk_clip_every=every))
+    made = run(
+        optimizer=OptimizerConfig(qk_clip=1e-6, qk_clip_every=every), model={"balance": BalanceConfig(kind=kind)}
+    )
     weights = []
     for micro in (None, 16):
         trainer = tiny(made.replace(stages=(STAGE.replace(micro_tokens=micro),)))
         for seed in range(3):
             trainer.step(batch_of(seed=seed))
+            assert all(a.max_logits is None for a in trainer.attentions.values())  # or a later step is clipped by it
         weights.append([a.q_weight.detach().clone() for a in trainer.attentions.values()])
     assert len(seen) == 2 * len(trainer.attentions) * (3 if every == 1 else 1)
     torch.testing.assert_close(seen[0], seen[len(seen) // 2], rtol=1e-5, atol=0)

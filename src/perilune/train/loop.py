@@ -304,8 +304,7 @@ class Trainer:
         self.model.recompute_activations(self.stage.recompute)
         try:
             whole = self._whole_step(batch, parts)
-            for attention in self.attentions.values():
-                attention.track_max_logits = clipping
+            self._track_logits(clipping)
             update = self._checked(self._accumulate(parts, whole), tokens)
         except BaseException as error:
             self._discard()
@@ -337,6 +336,7 @@ class Trainer:
             return None
         whole = target_counts(batch, len(self.model.model.mtp))
         if any(balancer.counts_first for balancer in self.balancers.values()):
+            self._track_logits(False)  # not here, where the step before may have
             with torch.no_grad():
                 for part in parts:
                     self._pass(part, whole)
@@ -423,6 +423,10 @@ class Trainer:
     def _clipping(self) -> bool:
         options = self.run.optimizer
         return options.qk_clip is not None and self.steps_done % options.qk_clip_every == 0
+
+    def _track_logits(self, wanted: bool) -> None:
+        for attention in self.attentions.values():
+            attention.track_max_logits = wanted
 
     def _clip_logits(self) -> None:
         """QK-clip: scales down the heads whose largest logit passed the threshold."""
