@@ -125,9 +125,12 @@ def test_three_ranks_too(tmp_path):
     run_ranks(3, tmp_path, check, ["documents over borders"])
 
 
-def test_a_cache_is_refused(tmp_path):
+def test_a_cache_and_a_mask_are_refused(tmp_path):
     with one_rank(tmp_path):
         k3 = made().eval()
+        for beside in ({"group": dist.group.WORLD}, {"mean_over": dist.group.WORLD}, {"padding": 1}):
+            with pytest.raises(ShapeError, match="attention_mask: expected none beside group, mean_over and padding"):
+                k3(ids(1, 4), attention_mask=torch.ones(1, 4), **beside)
         with pytest.raises(ShapeError, match="cache: expected none beside group, got both"):
             k3(ids(1, 4), cache=k3.new_cache(1), group=dist.group.WORLD)
         attention = next(iter(k3.latent_attentions().values()))

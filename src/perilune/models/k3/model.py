@@ -163,6 +163,8 @@ class K3Model(nn.Module):
         targets: [B, T], already shifted: what each position is to predict.  Gives the loss without keeping logits.
         answers: [B, T], beside `targets` and shifted like them: a loss of their own, for a few tokens that matter would
         drown in the mean over all.
+        counts: by name of a loss (`next_token`, `answers`; `mtp` one for each layer) over how many targets its mean is
+            taken instead of those here: this call is a part of a step, and the losses of its parts add up.
         group: a process group over whose ranks rows are cut, equally and without gaps: everything [B, T] is this rank's
             shard, `cu_seqlens` the boundaries in the whole row.  Every rank calls, and runs its backward pass.
         padding: how many of the whole row's last tokens, documents of their own, only fill it up: no balancer counts
@@ -183,6 +185,10 @@ class K3Model(nn.Module):
                     f"{name}: expected {list(input_ids.shape)}, got {list(value.shape)}; align with input_ids"
                 )
         if attention_mask is not None:
+            if group is not None or mean_over is not None or padding:
+                raise ShapeError(
+                    "attention_mask: expected none beside group, mean_over and padding, got one; pack documents instead"
+                )
             beside = {"labels": labels, "targets": targets, "answers": answers}
             return self._forward_padded(input_ids, attention_mask.bool(), cache, cu_seqlens, beside, counts)
         if group is not None and cache is not None:
