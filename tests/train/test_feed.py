@@ -6,6 +6,7 @@ import torch
 from perilune.core.errors import ConfigError, DataError
 from perilune.data.corpus import Corpus, Document
 from perilune.data.source import TextSource
+from perilune.data.tasks import TASKS
 from perilune.data.tokenizer import ByteBPE
 from perilune.train.config import DataConfig, Stage
 from perilune.train.feed import Feed
@@ -116,3 +117,30 @@ def test_a_source_must_have_something_to_learn_from(size: int, enough: bool) -> 
 def test_a_source_must_have_something_to_judge_on() -> None:
     with pytest.raises(DataError, match="got 5000 and 0; add text"):
         feed(text=Corpus((Document("a.txt", "a" * 5000),), ()))
+
+
+@pytest.mark.parametrize(
+    ("tasks", "said"),
+    [
+        ({"nedle": {}}, r"data\.tasks: there is no task called 'nedle'; do you mean 'needle'"),
+        ({"needle": {"pears": 4}}, r"data\.tasks\.needle: there is no option called 'pears'; do you mean 'pairs'"),
+        (
+            {"retrieval": {"statement": "x"}},
+            r"data\.tasks\.retrieval: there is no option called 'statement'; do you mean",
+        ),
+        ({"chains": {"hops": "x"}}, r"data\.tasks\.chains\.hops: expected int, got 'x'; give a value of that type"),
+        ({"files": {"asked": True}}, r"data\.tasks\.files\.asked: expected float, got True"),
+        ({"needle": {"held_out": 1}}, r"data\.tasks\.needle\.held_out: expected bool, got 1"),
+    ],
+)
+def test_options_that_a_task_has_not_are_refused(tasks, said) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Feed(run(data=DATA.replace(tasks=tasks)), corpora={"text": corpus()})
+
+
+def test_every_option_of_a_task_can_be_given() -> None:
+    for name, task in TASKS.items():
+        assert {"asked", "stated", "learn"} <= task.options().keys()
+        given = {"stated": 1, "asked": 0.5, **({"words": 32} if "words" in task.options() else {})}
+        stage = LONG.replace(context=1600, batch_tokens=1600, mix={"text": 1, name: 1})
+        Feed(run(stages=(stage,), data=DATA.replace(tasks={name: given})), corpora={"text": corpus()})

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from perilune.core.config import require
 from perilune.core.errors import ConfigError, DataError, nearest
 from perilune.data.corpus import Corpus, Document
 from perilune.data.mixture import Mixture, check_mix
@@ -49,9 +50,8 @@ class Feed:
                 f"data.sources: expected names apart from those of tasks, got {min(ambiguous)!r}; choose another"
             )
         check_mix(used, {*sources, *TASKS})  # before anything is read
-        for name in run.data.tasks:
-            if name not in TASKS:
-                raise ConfigError(f"data.tasks: there is no task called {name!r}; {nearest(name, TASKS)}")
+        for name, options in run.data.tasks.items():
+            _check_options(name, options)
         self.corpora = dict(corpora or {name: open_source(source) for name, source in sources.items()})
         for name, corpus in self.corpora.items():
             _check(name, corpus)
@@ -107,6 +107,18 @@ class Feed:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from there in the stage begun; DataError if the data are others by now."""
         self.batches.load_state_dict(state)
+
+
+def _check_options(task: str, options: Mapping[str, Any]) -> None:
+    if task not in TASKS:
+        raise ConfigError(f"data.tasks: there is no task called {task!r}; {nearest(task, TASKS)}")
+    known = TASKS[task].options()
+    for name, value in options.items():
+        if name not in known:
+            raise ConfigError(f"data.tasks.{task}: there is no option called {name!r}; {nearest(name, known)}")
+        kind = known[name]
+        fits = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (kind is bool)
+        require(fits, f"data.tasks.{task}.{name}", kind.__name__, repr(value), "give a value of that type")
 
 
 def _check(name: str, corpus: Corpus | StreamedCorpus) -> None:

@@ -53,6 +53,10 @@ class Phrased(Task):
         self.least = max(task.least for task in self.tasks)
         self.chance = 1 / words
 
+    @classmethod
+    def options(cls) -> dict[str, type]:
+        return super().options() | dict.fromkeys(cls.sizes, int)
+
     def state(self, page: Page) -> list[list[Query]]:
         return page.random.choice(self.tasks).state(page)
 

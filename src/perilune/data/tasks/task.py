@@ -1,5 +1,6 @@
 """What every task is: samples out of a seed, and an independent reader that solves them."""
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -56,6 +57,13 @@ class Task(ABC):
         self.tokenizer = tokenizer
         self.asked, self.stated, self.learn = asked, stated, learn
         self._documents = filler
+
+    @classmethod
+    def options(cls) -> dict[str, type]:
+        """What can be said of a task beside its texts, by name, and the type of each."""
+        inits = [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)]
+        every = [p for init in inits for p in inspect.signature(init).parameters.values()]
+        return {p.name: p.annotation for p in every if p.kind is p.KEYWORD_ONLY}
 
     def sample(self, length: int, seed: int, index: int) -> Sample:
         """Sample `index` of `seed`, to train on: exactly `length` tokens, the same everywhere and always.
