@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from perilune.core.errors import BackendError, CheckpointError, ConfigError, DataError
-from perilune.data.packing import IGNORE
+from perilune.data.packing import IGNORE, Batch
 from perilune.models.k3 import K3Model
 from perilune.train.checkpoint import Checkpoints
 from perilune.train.loop import Diverged
 from perilune.train.parallel import checkpoint as parts
 from perilune.train.parallel.checkpoint import export, in_parts
-from perilune.train.parallel.feed import dealt, shards
+from perilune.train.parallel.feed import dealt, in_passes, shards
 from perilune.train.parallel.layout import Layout
 from perilune.train.parallel.ranks import Ranks, explained
 from ranks import one_rank, run_ranks
@@ -60,9 +60,10 @@ def check_curve(rank, ranks, layouts, expected, state):
 
 
 def check_layout(rank, layout, expected, state):
-    kept = {"recompute": layout.get("recompute", "none")}
-    stages = tuple(stage.replace(**kept) for stage in made().stages)
-    many = trainer(made(stages=stages), ranks=together(**{k: v for k, v in layout.items() if k not in kept}))
+    layout = dict(layout)
+    recompute, several = layout.pop("recompute", "none"), layout.pop("in_parts", False)
+    stages = (s.replace(recompute=recompute, micro_tokens=s.context if several else None) for s in made().stages)
+    many = trainer(made(stages=tuple(stages)), ranks=together(**layout))
     torch.testing.assert_close(curve(many, STEPS), expected, rtol=2e-6, atol=0)
     own = weights(many)
     assert (own is None) == (rank > 0)
@@ -74,8 +75,20 @@ def check_layout(rank, layout, expected, state):
 
 
 LAYOUTS = {
-    2: [{}, {"context": 2}, {"expert": 2}, {"context": 2, "expert": 2, "balanced": True, "recompute": "layers"}],
-    4: [{"recompute": "sublayers"}, {"context": 2}, {"expert": 2}, {"context": 2, "expert": 4, "balanced": True}],
+    2: [
+        {},
+        {"context": 2},
+        {"expert": 2},
+        {"in_parts": True},
+        {"context": 2, "expert": 2, "balanced": True, "recompute": "layers"},
+    ],
+    4: [
+        {"recompute": "sublayers"},
+        {"context": 2, "expert": 2, "in_parts": True, "recompute": "blocks"},
+        {"context": 2},
+        {"expert": 2},
+        {"context": 2, "expert": 4, "balanced": True},
+    ],
 }
 
 
@@ -85,6 +98,21 @@ def test_ranks_have_the_curve_of_one_process(tmp_path, ranks):
     alone = trainer(made())
     expected = curve(alone, STEPS)
     run_ranks(ranks, tmp_path, check_curve, LAYOUTS[ranks], expected, weights(alone))
+
+
+def test_ranks_pass_equally_often_with_every_token_once():
+    ids = torch.arange(100)[None]
+    batch = Batch(ids, ids, torch.tensor([0, 40, 45, 75, 90, 100]), ids + 1)
+    rows = dealt(batch, 2)
+    passes = in_passes(rows, 40)
+    assert [[part.cu_seqlens.diff().tolist() for part in row] for row in passes] == [[[40], [10]], [[5, 30], [15]]]
+    short = in_passes([rows[0], *dealt(Batch(ids[:, :3], ids[:, :3], torch.tensor([0, 3]), ids[:, :3]), 1)], 40)
+    assert [part.cu_seqlens.tolist() for part in short[1]] == [[0, 3], [0]]  # goes along without a token
+    assert all(part.input_ids.numel() <= 40 for row in passes for part in row)
+    for row, parts_ in zip(rows, passes):
+        for name in ("input_ids", "labels", "answers"):
+            assert torch.equal(torch.cat([getattr(part, name) for part in parts_], 1), getattr(row, name))
+    assert [len(row) for row in in_passes(rows, None)] == [1, 1]
 
 
 def check_gradients(rank, ranks, expected):
@@ -210,9 +238,6 @@ def check_failures(rank, ranks, folder):
         many.feed.next()
     with pytest.raises(ConfigError, match="expected a rule without a loss of its own on several ranks, got 'aux'"):
         trainer(run(model={"balance": many.run.model.balance.replace(kind="aux", options={})}), ranks=group)
-    in_steps = tuple(stage.replace(micro_tokens=stage.context) for stage in many.run.stages)
-    with pytest.raises(ConfigError, match=r"stages.0.micro_tokens: expected null on several ranks"):
-        trainer(run(stages=in_steps), ranks=group)
 
 
 def test_all_ranks_fail_alike(tmp_path):

@@ -41,8 +41,8 @@ class Stage(Config):
     batch_tokens: int
     """Tokens in a step: documents packed end to end."""
     micro_tokens: int | None = None
-    """Tokens that go through the model at once, at most: a step in micro-batches is the step in one pass, in less
-    memory.  None for all of them."""
+    """Tokens that go through the model at once, at most, on each rank: a step in micro-batches is the step in one pass,
+    in less memory.  None for all of them."""
     recompute: Recompute = "none"
     """Of what the backward pass keeps the input alone and computes the rest again: `sublayers`, `layers`, or `blocks`,
     which keeps least and takes longest (`K3Model.recompute_activations`)."""

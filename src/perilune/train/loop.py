@@ -31,7 +31,7 @@ from perilune.train.feed import Feed
 from perilune.train.host import Arrival
 from perilune.train.metrics import Metrics
 from perilune.train.micro_batches import cut, target_counts
-from perilune.train.parallel.feed import SharedFeed, check_rule, check_stages
+from perilune.train.parallel.feed import Part, SharedFeed, check_rule
 from perilune.train.parallel.ranks import Ranks
 
 
@@ -127,7 +127,6 @@ class Trainer:
         self.model = K3Model(run.model)  # first: what is wrong with it shows before the text is read
         if self.ranks.flat_mesh is not None:
             check_rule(run.model.balance.kind)
-            check_stages(run.stages)
             self.ranks.layout.check(self.ranks.size, run.model.num_experts)
             balanced = self.ranks.layout.balanced
             shard_(self.model, self.ranks.flat_mesh, self.ranks.expert_mesh, balanced=balanced)
@@ -139,7 +138,10 @@ class Trainer:
         def open_feed() -> Feed:
             return feed or Feed(run, ByteBPE.load(source) if source else None)
 
-        self.feed: Feed | SharedFeed = open_feed() if self.ranks.mesh is None else SharedFeed(self.ranks, open_feed)
+        further = run.model.num_nextn_predict_layers
+        self.feed: Feed | SharedFeed = (
+            open_feed() if self.ranks.mesh is None else SharedFeed(self.ranks, open_feed, further)
+        )
         options = run.optimizer
         self.optimizer = PerHeadMuon(
             self.model.parameter_roles(),
@@ -297,7 +299,7 @@ class Trainer:
         than a micro-batch may be or the device's memory too small; either leaves model and optimizer as they were.
         """
         tokens = self.tokens_done + batch.size
-        parts = cut(batch, self.stage.micro_tokens)
+        parts = self._parts(batch)
         self._set_lr(self._next_lr())
         clipping = self._clipping()
         self.model.train()
@@ -320,6 +322,12 @@ class Trainer:
         self.tokens_done = tokens
         return update
 
+    def _parts(self, batch: Batch) -> list[Batch]:
+        """What goes through the model at once: on several ranks cut where the batch was dealt."""
+        if isinstance(batch, Part):
+            return list(batch.parts or (batch,))
+        return cut(batch, self.stage.micro_tokens)
+
     def _too_large(self, parts: list[Batch]) -> str:
         stage, largest = f"stages.{self._stage_index}", max(part.input_ids.numel() for part in parts)
         return (
@@ -334,7 +342,7 @@ class Trainer:
         """
         if len(parts) == 1:
             return None
-        whole = target_counts(batch, len(self.model.model.mtp))
+        whole = batch.targets if isinstance(batch, Part) else target_counts(batch, len(self.model.model.mtp))
         if any(balancer.counts_first for balancer in self.balancers.values()):
             self._track_logits(False)  # not here, where the step before may have
             with torch.no_grad():

@@ -1,8 +1,8 @@
 """One reader for all ranks: the first rank has the data, and hands every rank its documents of each batch."""
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from perilune.data.packing import IGNORE, Batch
 from perilune.data.tokenizer import ByteBPE
 from perilune.train.config import Stage
 from perilune.train.feed import Feed
+from perilune.train.micro_batches import cut, target_counts
 from perilune.train.parallel.ranks import Ranks
 
 
@@ -23,6 +24,10 @@ class Part(Batch):
     size: int = 0
     """Tokens in the whole batch, of all ranks."""
     padding: int = 0
+    parts: tuple["Part", ...] = ()
+    """The same in micro-batches, as many on every rank, if the step is in several."""
+    targets: dict[str, list[int]] | None = None
+    """Then how many targets the losses have in the whole batch."""
 
 
 class SharedFeed:
@@ -31,8 +36,11 @@ class SharedFeed:
     So no rank can read another text than the others, and a run's place in its data is that of one process.
     """
 
-    def __init__(self, ranks: Ranks, open_feed: Callable[[], Feed]) -> None:
+    def __init__(self, ranks: Ranks, open_feed: Callable[[], Feed], further: int = 0) -> None:
+        """further: how many layers predict further tokens."""
         self.ranks = ranks
+        self._further = further
+        self._micro_tokens: int | None = None
         self._feed: Feed | None = None
 
         def tokenizer() -> ByteBPE:
@@ -50,14 +58,22 @@ class SharedFeed:
     def begin(self, stage: Stage) -> None:
         """See `Feed`."""
         self.ranks.from_first(lambda: self.feed.begin(stage))
+        self._micro_tokens = stage.micro_tokens
 
     def next(self) -> Batch:
         """This rank's part of the next batch."""
-        context = self.ranks.layout.context
+        context, micro = self.ranks.layout.context, self._micro_tokens
 
         def parts() -> list[Part]:
-            rows = dealt(self.feed.next(), self.ranks.size // context)
-            return [shard for row in rows for shard in shards(row, context)]
+            batch = self.feed.next()
+            rows = dealt(batch, self.ranks.size // context)
+            whole = [shard for row in rows for shard in shards(row, context)]
+            passes = in_passes(rows, None if micro is None else micro * context)
+            if len(passes[0]) == 1:
+                return whole
+            own = [shard for row in passes for shard in zip(*(shards(part, context) for part in row))]
+            targets = target_counts(batch, self._further)
+            return [replace(part, parts=each, targets=targets) for part, each in zip(whole, own)]
 
         return self.ranks.scatter(parts)
 
@@ -103,6 +119,17 @@ def part_of(batch: Batch, spans: list[tuple[int, int]]) -> Part:
     )
 
 
+def in_passes(rows: list[Part], tokens: int | None) -> list[list[Part]]:
+    """Every row in parts of at most so many tokens, as many of each, the last perhaps empty: ranks pass together."""
+    cut_up = [[_of(part) for part in cut(row, tokens)] for row in rows]
+    most = max(map(len, cut_up))
+    return [parts + [part_of(row, [])] * (most - len(parts)) for row, parts in zip(rows, cut_up)]
+
+
+def _of(batch: Batch) -> Part:
+    return Part(batch.input_ids, batch.labels, batch.cu_seqlens, batch.answers, size=batch.size)
+
+
 def shards(row: Part, ranks: int) -> list[Part]:
     """A row cut into so many contiguous shards of one length, filled up at its end if need be.
 
@@ -129,13 +156,3 @@ def check_rule(kind: str) -> None:
             "model.balance.kind: expected a rule without a loss of its own on several ranks, got 'aux'; "
             "use 'quantile', or one rank"
         )
-
-
-def check_stages(stages: Sequence[Stage]) -> None:
-    """Raises ConfigError for steps in parts: ranks would make unequal numbers of passes."""
-    for i, stage in enumerate(stages):
-        if stage.micro_tokens is not None:
-            raise ConfigError(
-                f"stages.{i}.micro_tokens: expected null on several ranks, got {stage.micro_tokens}; "
-                "use more ranks, or one"
-            )
