@@ -5,6 +5,7 @@ the host, which waits long enough for rank 0 to read a corpus or to judge a mode
 """
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -177,7 +178,9 @@ def joined(device: str, layout: Layout | None = None) -> Iterator[tuple[Ranks, s
         device = f"cuda:{local}"
         torch.cuda.set_device(local)
     dist.init_process_group("nccl" if kind == "cuda" else "gloo")
-    yield Ranks(kind, layout), device
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing writes into it
+        yield Ranks(kind, layout), device
     dist.destroy_process_group()  # not after an error: the other ranks may be waiting
 
 
