@@ -434,7 +434,7 @@ def test_nothing_is_overwritten_by_going_on(stopped, capsys):
 
 def test_what_a_branch_refuses(stopped, capsys):
     line = refused(capsys, "train", "--resume", "run", "seed=1", "--out", "copy")
-    assert "expected a checkpoint of this run, got one with seed=1 (there 0); only rates and" in line
+    assert "expected a checkpoint of this run, got one with seed=1 (there 0); only rates, " in line
     assert not Path("copy").exists()
     for place in ("run/checkpoints/step-00000002", "run/checkpoints/step-00000003"):
         line = refused(capsys, "train", "--resume", place, "--out", "./run", "--overwrite")

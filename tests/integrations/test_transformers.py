@@ -101,7 +101,9 @@ def test_padding_changes_nothing(layers: list[int] | None, side: str, attention:
     torch.testing.assert_close(together, alone, **CLOSE[attention])
     weights = torch.randn_like(alone)
     got, expected = (torch.autograd.grad((y * weights).sum(), parameters) for y in (together, alone))
-    torch.testing.assert_close(got, expected, **CLOSE[attention])
+    for mine, theirs in zip(got, expected):  # beside each gradient's largest number, which is in the hundreds
+        size = theirs.abs().max().clamp(min=1)
+        torch.testing.assert_close(mine / size, theirs / size, **CLOSE[attention])
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -91,7 +91,7 @@ def test_what_is_alive_while_it_is_recomputed(name: str) -> None:
         climb = backbone._climb_by_sublayers if recompute == "blocks" else backbone._climb
         stretches = []
         for first, last in pairwise(backbone._stretches()):
-            sources, size = saved_by(model, climb, first, last, None, *before[first])
+            sources, size = saved_by(model, climb, first, last, None, None, None, *before[first])
             stretches.append(size)
             if recompute == "sublayers":
                 before.append(sources)

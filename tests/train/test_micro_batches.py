@@ -190,11 +190,11 @@ def test_targets_are_counted_as_the_model_does(further, monkeypatch):
     trainer = tiny(run(model={"num_nextn_predict_layers": further}))
     plain = trainer.model._cross_entropy
 
-    def spy(features, targets, number):
+    def spy(features, targets, number, group):
         seen.append(((targets != IGNORE).sum(), number))
-        return plain(features, targets, number)
+        return plain(features, targets, number, group)
 
-    monkeypatch.setattr(trainer.model, "_cross_entropy", lambda f, t, n=None: spy(f, t, n))
+    monkeypatch.setattr(trainer.model, "_cross_entropy", spy)
     trainer.model(batch.input_ids, cu_seqlens=batch.cu_seqlens, targets=batch.labels, answers=batch.answers,
                   counts=target_counts(batch, further))  # fmt: skip
     assert len(seen) == 2 + further
