@@ -72,3 +72,26 @@ def spelled(sample: Sample, digits: int) -> str:
 
 def machine_line(machine: dict[str, Any]) -> str:
     return f"{machine['device']}, torch {machine['torch']}, Python {machine['python']}."
+
+
+def write(
+    found: dict[str, Any], results: Path, page: Path, home: Path, figures_of: Callable[[dict[str, Any]], Any],
+    tables: Mapping[str, Table], what: str, about: str, first: str, console: Console,
+) -> None:  # fmt: skip
+    """An experiment's JSON, pictures and page, of what it found below `home`.
+
+    What `results` has of scales and of other entries that are not found, from another machine say, stays.  first: the
+    part to begin with, for who has none yet.  Raises DataError where there is nothing.
+    """
+    before = json.loads(results.read_text()) if results.exists() else {"scales": {}}
+    evidence = {key: value or before.get(key) for key, value in found.items()}
+    evidence["scales"] = {**before["scales"], **found["scales"]}
+    evidence["scales"].pop("tiny", None)  # shows that the harness works, and nothing else
+    if not any(evidence.values()):
+        raise DataError(f"{home}: expected finished runs, found none; run a part first, such as `{first}`")
+    write_evidence(results, evidence)
+    html = home / f"{results.stem}.html"
+    draw(figures_of(evidence), results.stem, what, about, html, console)
+    write_whole(page, filled(page.read_text(encoding="utf-8"), evidence, tables, page.name).encode())
+    for path in (results, html, page):
+        console.print(str(path), markup=False, soft_wrap=True)

@@ -1,6 +1,5 @@
 """Everything that was found, put where it is read: one JSON, pictures, and the tables of the page."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,7 @@ from experiments import publish
 from experiments.balancing import charts, synthetic
 from experiments.balancing.evidence import bits, chosen_runs, claims, collect, rules_of, situations_of
 from experiments.publish import NOT_YET, ROOT, machine_line, markdown, spelled
-from perilune.core.errors import DataError
 from perilune.report.variants import Sample
-from perilune.train.folder import write_whole
 
 RESULTS = ROOT / "benchmarks" / "results" / "balancing.json"
 PAGE = ROOT / "docs" / "balancing-evidence.md"
@@ -20,18 +17,8 @@ PAGE = ROOT / "docs" / "balancing-evidence.md"
 
 def write(home: Path, console: Console) -> None:
     """From what is finished below `home`; what RESULTS has of other parts, from another machine say, stays."""
-    found = collect(home)
-    before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"map": None, "scales": {}}
-    evidence = {"map": found["map"] or before["map"], "scales": {**before["scales"], **found["scales"]}}
-    evidence["scales"].pop("tiny", None)  # shows that the harness works, and nothing else
-    if not evidence["map"] and not evidence["scales"]:
-        raise DataError(f"{home}: expected finished parts, found none; run one first, such as `map`")
-    publish.write_evidence(RESULTS, evidence)
     about = "Every rule on the same router, text and seeds."
-    publish.draw(charts.figures(evidence), "balancing", "Expert balancing", about, home / "balancing.html", console)
-    write_whole(PAGE, filled(PAGE.read_text(encoding="utf-8"), evidence).encode())
-    for path in (RESULTS, home / "balancing.html", PAGE):
-        console.print(str(path), markup=False, soft_wrap=True)
+    publish.write(collect(home), RESULTS, PAGE, home, charts.figures, TABLES, "Expert balancing", about, "map", console)
 
 
 def filled(text: str, evidence: dict[str, Any]) -> str:

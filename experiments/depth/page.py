@@ -1,6 +1,5 @@
 """Everything that was found, put where it is read: one JSON, pictures, and the tables of the page."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,7 @@ from experiments.depth.evidence import (
 )
 from experiments.depth.recipes import MAIN
 from experiments.publish import NOT_YET, ROOT, machine_line, markdown, spelled
-from perilune.core.errors import DataError
 from perilune.report.variants import Sample
-from perilune.train.folder import write_whole
 
 RESULTS = ROOT / "benchmarks" / "results" / "depth.json"
 PAGE = ROOT / "docs" / "depth-evidence.md"
@@ -29,18 +26,10 @@ PAGE = ROOT / "docs" / "depth-evidence.md"
 
 def write(home: Path, console: Console) -> None:
     """From what is finished below `home`; what RESULTS has of other scales, from another machine say, stays."""
-    found = collect(home)
-    before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"scales": {}}
-    evidence = {"scales": {**before["scales"], **found["scales"]}}
-    evidence["scales"].pop("tiny", None)  # shows that the harness works, and nothing else
-    if not evidence["scales"]:
-        raise DataError(f"{home}: expected finished runs, found none; run a part first, such as `small`")
-    publish.write_evidence(RESULTS, evidence)
     about = "Plain residual, attention residuals and a bypass at equal compute."
-    publish.draw(charts.figures(evidence), "depth", "Attention residuals", about, home / "depth.html", console)
-    write_whole(PAGE, filled(PAGE.read_text(encoding="utf-8"), evidence).encode())
-    for path in (RESULTS, home / "depth.html", PAGE):
-        console.print(str(path), markup=False, soft_wrap=True)
+    publish.write(
+        collect(home), RESULTS, PAGE, home, charts.figures, TABLES, "Attention residuals", about, "small", console
+    )
 
 
 def filled(text: str, evidence: dict[str, Any]) -> str:

@@ -1,6 +1,5 @@
 """Everything that was found, put where it is read: one JSON, pictures, and the tables of the page."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,7 @@ from experiments.ladder.charts import MAIN, OTHER
 from experiments.ladder.evidence import accuracy, beyond, cells_of, collect, error, position_rise
 from experiments.ladder.recipes import FORMS, TASKS
 from experiments.publish import NOT_YET, ROOT, machine_line, markdown, spelled
-from perilune.core.errors import DataError
 from perilune.report.variants import Sample
-from perilune.train.folder import write_whole
 
 RESULTS = ROOT / "benchmarks" / "results" / "ladder.json"
 PAGE = ROOT / "docs" / "ladder-evidence.md"
@@ -22,18 +19,8 @@ PAGE = ROOT / "docs" / "ladder-evidence.md"
 
 def write(home: Path, console: Console) -> None:
     """From what is finished below `home`; what RESULTS has of other scales, from another machine say, stays."""
-    found = collect(home)
-    before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"scales": {}}
-    evidence = {"scales": {**before["scales"], **found["scales"]}}
-    evidence["scales"].pop("tiny", None)  # shows that the harness works, and nothing else
-    if not evidence["scales"]:
-        raise DataError(f"{home}: expected finished runs, found none; run a part first, such as `small`")
-    publish.write_evidence(RESULTS, evidence)
     about = "From short contexts to long ones: in stages, at once, with and without re-warming, under two gates."
-    publish.draw(charts.figures(evidence), "ladder", "The climb", about, home / "ladder.html", console)
-    write_whole(PAGE, filled(PAGE.read_text(encoding="utf-8"), evidence).encode())
-    for path in (RESULTS, home / "ladder.html", PAGE):
-        console.print(str(path), markup=False, soft_wrap=True)
+    publish.write(collect(home), RESULTS, PAGE, home, charts.figures, TABLES, "The climb", about, "small", console)
 
 
 def filled(text: str, evidence: dict[str, Any]) -> str:
