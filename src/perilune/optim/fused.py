@@ -3,14 +3,11 @@
 They are imported when they are first needed.
 """
 
-import os
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 
-TRITON = find_spec("triton") is not None
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")  # as Triton reads it
+from perilune.ops.fused import INTERPRETED, TRITON
+
 BLOCK = 2048  # numbers a program
 
 

@@ -4,9 +4,7 @@ The forward reads every source once.  The backward reads them once from memory a
 second-level cache; it writes each gradient once, or adds to the sum that `share_gradient` keeps.
 """
 
-import os
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -15,10 +13,8 @@ from torch import Tensor
 from perilune.ops.attn_res.shared import places_of, sums_of
 from perilune.ops.blocks import as_rows
 from perilune.ops.first_order import first_order
+from perilune.ops.fused import DTYPES, INTERPRETED, TRITON, dense_rows
 
-TRITON = find_spec("triton") is not None
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")  # as Triton reads it
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDEST = 8192  # what the registers of a processor hold of a row and its sums
 MOST = 16  # sources
 
@@ -62,12 +58,6 @@ def refuses(
     if first.numel() // first.shape[-1] * 4 * (MOST + 1) >= 2**31:
         return "there are too many rows to count in 32 bits"
     return None
-
-
-def dense_rows(x: Tensor) -> Tensor:
-    """[..., D] as [R, D] whose elements stand side by side in a row; a view where that is so."""
-    rows = as_rows(x)
-    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def dense(x: Tensor | None) -> Tensor | None:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from perilune.ops.attn_res import fused
-from perilune.ops.attn_res.fused import dense_rows
 from perilune.ops.blocks import as_rows
+from perilune.ops.fused import dense_rows
 
 MOST_QUERIES = 64
 

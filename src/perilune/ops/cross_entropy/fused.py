@@ -4,19 +4,15 @@ The gradient takes the place of the logits (`kernels.py`), and goes at once into
 dh and dW, the latter in float32 until it is whole, a call holds one block: LOGITS_BYTES, however large the batch.
 """
 
-import os
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from perilune.ops.first_order import first_order
+from perilune.ops.fused import DTYPES, INTERPRETED, TRITON
 from perilune.ops.products import add_product_, not_wide
 
-TRITON = find_spec("triton") is not None
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")  # as Triton reads it
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LOGITS_BYTES = 2**28  # of a block: 4,096 rows of 32,768 16-bit logits, where a product's sums outweigh its traffic
 TILE = 128  # rows: what a product works on at a time
 PITCH = 16  # logits: rows begin at multiples, as wide loads need

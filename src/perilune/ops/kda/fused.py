@@ -8,9 +8,7 @@ the inputs, all at once.  Where what the scans leave is large, both passes go al
 backward takes some of the heads after the others (`turns`).  The kernels are imported when they are first needed.
 """
 
-import os
 from functools import partial
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from perilune.ops.first_order import first_order
+from perilune.ops.fused import DTYPES, INTERPRETED, TRITON
 from perilune.ops.hopper import not_hopper
 from perilune.ops.kda.gate import BoundedGate, Gate
 
@@ -25,11 +24,8 @@ if TYPE_CHECKING:
     from perilune.ops.kda.kernels.chunks import Chunks
     from perilune.ops.kda.kernels.plan import Plan
 
-TRITON = find_spec("triton") is not None
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")  # as Triton reads it
 NARROWEST = 16 if INTERPRETED else 64  # a GPU's kernels have not proved right at less
 WIDEST = {"K": 128, "V": 512}
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @torch.compiler.disable  # a compiled function calls the kernels as they are, between its graphs

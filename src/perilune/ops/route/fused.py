@@ -1,19 +1,14 @@
 """Routing on a GPU: one kernel forward, one backward.  They are imported when they are first needed."""
 
-import os
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from perilune.ops.blocks import as_rows
 from perilune.ops.first_order import first_order
+from perilune.ops.fused import DTYPES, INTERPRETED, TRITON, dense_rows
 from perilune.ops.route import reference
 
-TRITON = find_spec("triton") is not None
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")  # as Triton reads it
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDEST = 1024  # experts: a token's keys are held in one warp's registers
 MOST = 32  # chosen: they are found one after the other
 
@@ -69,8 +64,7 @@ class _Route(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         from perilune.ops.route.kernels import route_kernel
 
-        rows = as_rows(scores)
-        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        rows = dense_rows(scores)
         M, E = rows.shape
         if chosen is not None:  # when a layer is computed again, and so not in most steps
             ids = chosen.reshape(M, k)

@@ -4,21 +4,17 @@ Both go down the rows of a few channels with the last W-1 rows in registers.  Th
 state, as they are.  The kernels are imported when they are first needed.
 """
 
-import os
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from perilune.ops.first_order import first_order
+from perilune.ops.fused import DTYPES, INTERPRETED, TRITON
 
 if TYPE_CHECKING:
     from perilune.ops.short_conv.kernels.launch import Documents
 
-TRITON = find_spec("triton") is not None
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")  # as Triton reads it
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDEST = 8  # taps: so many rows stay in registers
 MOST = 2**30  # rows, times 128 channels: counted in 32 bits, elements in 64
 
