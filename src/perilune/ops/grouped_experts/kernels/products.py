@@ -15,20 +15,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from perilune.ops.barriers import barriers, retire
+
 ROWS = gl.constexpr(192)  # of a tile: three warpgroups of 64
 SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))  # [64, 256]
 HALF = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # [64, 128]
 LINES = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # [16, 128] in 16-byte pieces
 CORNER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # [64, 64]
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16))
-
-
-@gluon.jit
-def barriers(n: gl.constexpr, count: gl.constexpr):
-    bars = gl.allocate_shared_memory(gl.int64, [n, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(n):
-        mbarrier.init(bars.index(i), count=count)
-    return bars
 
 
 @gluon.jit
@@ -214,6 +208,8 @@ def row_product_kernel(
         [4, 4, 1],
         [160, 160, 24],
     )
+    retire(full, STAGES)
+    retire(free, STAGES)
 
 
 @gluon.jit
@@ -347,3 +343,7 @@ def outer_product_kernel(
         [4, 1],
         [240, 24],
     )
+    retire(full, STAGES)
+    retire(free, STAGES)
+    retire(panel_full, PANEL)
+    retire(panel_free, PANEL)

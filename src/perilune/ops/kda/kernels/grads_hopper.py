@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from perilune.ops.barriers import barriers, retire
 from perilune.ops.kda.kernels.hardware import LOG2E, add, exp2, reciprocal
 from perilune.ops.launcher import Launcher
 
@@ -122,14 +123,6 @@ def clear(smem, length):
 
 
 @gluon.jit
-def new_barrier():
-    """For copies to arrive at."""
-    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(bar, count=1)
-    return bar
-
-
-@gluon.jit
 def listed(x):
     """x [64] for threads to read."""
     return gl.allocate_shared_memory(gl.float32, [64], LIST, x)
@@ -167,11 +160,10 @@ def key_grads_hopper_kernel(
     column = head * K + first
 
     # All copies ahead of use, in its order
-    z_bar = new_barrier()
-    states_bar = new_barrier()
-    left_bar = new_barrier()
-    keys_bar = new_barrier()
-    pairs_bar = new_barrier()
+    bars = barriers(5, 1)
+    z_bar, states_bar, left_bar, keys_bar, pairs_bar = (
+        bars.index(0), bars.index(1), bars.index(2), bars.index(3), bars.index(4)
+    )  # fmt: skip
     logits = gl.allocate_shared_memory(z.dtype, [64, W], z.layout)
     entering = gl.allocate_shared_memory(gl.bfloat16, [128, W], HALF)
     leaving = gl.allocate_shared_memory(gl.bfloat16, [128, W], HALF)
@@ -346,3 +338,4 @@ def key_grads_hopper_kernel(
     gl.store(dq + corner + at, queries.load(LINES).to(dq.dtype.element_ty), mask=line < length)
     gl.store(dk + corner + at, keys.load(LINES).to(dk.dtype.element_ty), mask=line < length)
     gl.store(dz + corner + at, logits.load(LINES).to(dz.dtype.element_ty), mask=line < length)
+    retire(bars, 5)

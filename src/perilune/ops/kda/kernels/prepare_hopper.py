@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from perilune.ops.barriers import barriers, retire
 from perilune.ops.kda.kernels.hardware import LOG2E, add, exp2, exp2_minus, reciprocal, sigmoid
 from perilune.ops.launcher import Launcher
 
@@ -118,10 +119,8 @@ def prepare_hopper_kernel(
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     totals = gl.allocate_shared_memory(gl.float32, [8, K], flat)
     factors = gl.allocate_shared_memory(gl.float32, [16, 8], flat)
-    z_here = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    here = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(z_here, count=1)
-    mbarrier.init(here, count=1)
+    arrivals = barriers(2, 1)
+    z_here, here = arrivals.index(0), arrivals.index(1)
     mbarrier.expect(z_here, z.block_type.nbytes)
     mbarrier.expect(here, q.block_type.nbytes + k.block_type.nbytes)
     first = start.to(gl.int32)
@@ -233,3 +232,4 @@ def prepare_hopper_kernel(
     gl.store(solve + record * 4096 + at, staged.slice(32, 32).load(SQUARE).to(A, bitcast=True))
     gl.store(pairs + record * 4096 + 2048 + at, staged.slice(64, 32).load(SQUARE).to(P, bitcast=True))
     gl.store(solve + record * 4096 + 2048 + at, staged.slice(96, 32).load(SQUARE).to(A, bitcast=True))
+    retire(arrivals, 2)

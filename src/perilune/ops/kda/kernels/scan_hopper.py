@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from perilune.ops.barriers import barriers, retire
 from perilune.ops.launcher import Launcher
 
 STATE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # [64 of V, K]
@@ -41,14 +42,6 @@ def run_of_chunks(starts, lengths, segments, segment):
     end = gl.load(segments + segment + 1)
     start = gl.load(starts + begin, mask=begin < end, other=0).to(gl.int32)
     return begin, end, start, gl.load(lengths + end - 1, mask=begin < end, other=0)
-
-
-@gluon.jit
-def barriers(n: gl.constexpr, count: gl.constexpr):
-    bars = gl.allocate_shared_memory(gl.int64, [n, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(n):
-        mbarrier.init(bars.index(i), count=count)
-    return bars
 
 
 @gluon.jit
@@ -248,6 +241,10 @@ def scan_hopper_kernel(
                 EARLY, LATE, TURNED, KEPT, OUTPUT, KEEP, MAPS)),
             (load_chunks, (copied, room, bars, run, records, H, V, first, 2, EARLY, LATE, OUTPUT)),
         ], [4, 1], [240, 24])  # fmt: skip
+    retire(early, EARLY)
+    retire(early_free, EARLY)
+    retire(late, LATE)
+    retire(late_free, LATE)
 
 
 @gluon.jit
@@ -401,3 +398,7 @@ def reverse_scan_hopper_kernel(
                 EARLY, LATE, TURNED, KEPT, KEEP)),
             (load_chunks_back, (copied, room, bars, run, records, H, V, first, 2, EARLY, LATE)),
         ], [4, 1], [240, 24])  # fmt: skip
+    retire(early, EARLY)
+    retire(early_free, EARLY)
+    retire(late, LATE)
+    retire(late_free, LATE)
