@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from perilune.core.errors import ConfigError, nearest
 from perilune.data.source import TextSource
@@ -80,6 +81,9 @@ class Scale:
     """Situations in which candidates are tried; the others take what was chosen in the first of these."""
     load_window: int
     """Steps over which loads are summed where chance in single steps would show."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    checkpoint_every: int | None = 25
+    """None: no checkpoints, for models that take longer to write than to train; a run that ends early starts over."""
     gigabytes: float
     """What a run takes of a GPU's memory, generously: decides how many share one."""
     timed_steps: int = 20
@@ -144,8 +148,8 @@ SCALES = {
             tuned_in=("normal", "skewed", "shift"),
         ),
         Scale(
-            name="wide", model=wide, context=1024, batch_tokens=32_768, steps=200, lr=2e-3, vocab_size=8192,
-            text_bytes=12_000_000, load_window=20, gigabytes=70,
+            name="wide", model=wide, context=1024, batch_tokens=32_768, steps=120, lr=2e-3, vocab_size=8192,
+            text_bytes=12_000_000, load_window=20, gigabytes=60, precision="bfloat16", checkpoint_every=None,
             rules=("quantile", "quantile plain", "sign", "sign 1e-3", "none"), situations=("skewed",), seeds=1,
             tuned_in=("skewed",),
         ),
@@ -176,6 +180,7 @@ def run(scale: Scale, situation: str, changes: tuple[str, ...], seed: int, home:
         optimizer=OptimizerConfig(momentum=scale.momentum, adamw_lr=1.5 * scale.lr),
         seed=seed,
         load_window=scale.load_window,
-        checkpoint_every=25,
+        checkpoint_every=scale.checkpoint_every or scale.steps,
+        precision=scale.precision,
         init=str(home / "skewed" / f"seed{seed}") if skewed else None,
     ).override(changes)

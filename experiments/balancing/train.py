@@ -57,8 +57,8 @@ def train(folder: Path, recipe: Run, device: str) -> int:
     with claimed(folder), Interrupt() as interrupt:
         if (folder / "result.json").exists():
             return 0
-        checkpoints = Checkpoints(folder)
-        trainer = Trainer(recipe, device=device, checkpoint=checkpoints.latest())
+        checkpoints = Checkpoints(folder) if recipe.checkpoint_every < sum(s.steps for s in recipe.stages) else None
+        trainer = Trainer(recipe, device=device, checkpoint=checkpoints.latest() if checkpoints else None)
         with (
             Metrics(folder / "metrics.jsonl", after=trainer.steps_done) as metrics,
             Metrics(folder / "loads.jsonl", after=trainer.steps_done) as lines,
