@@ -5,6 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from perilune.nn import BlockAttnRes, DepthStream, initialize_
+from perilune.nn.norm import RMSNorm
 
 LAYERS, D = 5, 6
 
@@ -159,3 +160,20 @@ def test_the_stream_keeps_its_dtype_when_sublayers_are_coarser():
         stream.add(stream.read(mixer).bfloat16())
     assert all(source.dtype == torch.float32 for source in [*stream.bank, stream.live])
     assert stream.mixed(mixer).dtype == torch.float32
+
+
+@pytest.mark.parametrize("start", ["mean", "residual"])
+def test_a_norm_behind_a_mixer_is_that_norm_of_the_mixture(start):
+    mixer, norm = BlockAttnRes(D, start=start).double(), RMSNorm(D, 1e-3).double()
+    torch.nn.init.normal_(mixer.query)
+    torch.nn.init.normal_(norm.weight, 1.0, 0.3)
+    sources = [torch.randn(4, D, dtype=torch.float64) for _ in range(3)]
+    h = mix(mixer, sources) * (1 if start == "mean" else 3)
+    expected = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-3) * norm.weight
+    torch.testing.assert_close(mixer(sources, norm), expected)
+    assert mixer(sources, norm, torch.float32).dtype == torch.float32
+    seen = []
+    norm.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    torch.testing.assert_close(mixer(sources, norm), expected)
+    torch.testing.assert_close(seen, [h])
+    torch.testing.assert_close(DepthStream(sources[0], None).read(None, norm), norm(sources[0]))

@@ -42,10 +42,13 @@ def wide(tensors: list[Tensor]) -> list[Tensor]:
     return [x.detach().double().requires_grad_() for x in tensors]
 
 
-def run(backend: str, tensors: list[Tensor], dout: Tensor, norm: bool = False) -> list[Tensor]:
+def run(
+    backend: str, tensors: list[Tensor], dout: Tensor, norm: bool = False, dtype: torch.dtype | None = None
+) -> list[Tensor]:
     """The value and the gradients of query, key_weight, norm_weight if there is a norm, and sources."""
     query, key_weight, norm_weight, *sources = tensors
-    out = attn_res(query, sources, key_weight, norm_weight=norm_weight if norm else None, backend=backend)
+    gain = norm_weight if norm else None
+    out = attn_res(query, sources, key_weight, norm_weight=gain, dtype=dtype, backend=backend)
     wanted = [query, key_weight, *([norm_weight] if norm else []), *sources]
     return [out.detach(), *torch.autograd.grad(out, wanted, dout)]
 
@@ -81,6 +84,24 @@ def test_bfloat16_interpreted() -> None:
     exact = run("reference", wide(tensors), dout.double(), norm=True)
     for x, y in zip(run("triton", tensors, dout, norm=True), exact):
         assert (x.double() - y).abs().max() <= 2 * torch.finfo(torch.bfloat16).eps * y.abs().max()
+
+
+@needs_kernels
+@pytest.mark.parametrize("N", [1, 2, 9])
+@pytest.mark.parametrize("D", [48, 1000, 7168] if GPU else [48])
+@pytest.mark.parametrize("norm", [False, True])
+def test_a_result_and_its_gradient_of_another_dtype(norm: bool, D: int, N: int) -> None:
+    """What autocast asks of a stream in float32; and the other way round."""
+    for dtype, other in ((torch.float32, torch.float16), (torch.float16, torch.float32)):
+        if INTERPRETED and dtype == torch.float16:
+            continue  # cuts off
+        tensors = inputs(N, 7, D, dtype)
+        dout = torch.randn(7, D, device=DEVICE).to(other)
+        got = run("triton", tensors, dout, norm, other)
+        assert [x.dtype for x in got] == [other, *[torch.float32] * (2 + norm), *[dtype] * N]
+        exact = run("reference", wide(tensors), dout.double(), norm)
+        slack = 4.0 * (64 if INTERPRETED else 1)  # of float16, which the interpreter cuts off
+        assert_close(got, exact, slack)
 
 
 @needs_kernels

@@ -28,7 +28,9 @@ compiled = torch.compile(reference.attn_res, dynamic=False)
 MIXERS: dict[str, Mixer] = {
     "perilune": partial(attn_res, backend="triton"),
     "chunked": partial(attn_res, backend="chunked"),
-    "torch.compile": lambda query, sources, key_weight: compiled(query, sources, key_weight, EPS, None, EPS),
+    "torch.compile": lambda query, sources, key_weight: compiled(
+        query, sources, key_weight, EPS, None, EPS, sources[0].dtype
+    ),
 }
 
 
@@ -67,7 +69,7 @@ class Comparison(Contest):
 
     def refused(self) -> str:
         query, key_weight, sources, _ = make(self.checked[0], self.device)
-        reason = BACKENDS.choice(query, sources, key_weight, EPS, None, EPS)[1].get("triton")
+        reason = BACKENDS.choice(query, sources, key_weight, EPS, None, EPS, torch.bfloat16)[1].get("triton")
         return f"triton: {reason}" if reason else ""
 
     def errors(self, label: str) -> dict[str, float]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from perilune.core.errors import ConfigError, ShapeError
+from perilune.nn.hooks import untouched
 from perilune.nn.norm import RMSNorm
 from perilune.ops import attn_res, share_gradient
 
@@ -45,9 +46,20 @@ class BlockAttnRes(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.query)
 
-    def forward(self, sources: Sequence[Tensor]) -> Tensor:
+    def forward(
+        self, sources: Sequence[Tensor], norm: RMSNorm | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """The mixture; with a norm behind it, what that makes of it, in `dtype` as `RMSNorm` has it, in one step where
+        nobody has changed the norm."""
+        times = 1 if self.start == "mean" else len(sources)
+        if norm is not None and untouched(norm, RMSNorm):
+            return attn_res(
+                self.query, sources, self.norm.weight, eps=self.norm.eps,
+                norm_weight=norm.weight, norm_eps=norm.eps / times**2, dtype=dtype,
+            )  # fmt: skip
         h = attn_res(self.query, sources, self.norm.weight, eps=self.norm.eps)
-        return h if self.start == "mean" or len(sources) == 1 else h * len(sources)
+        h = h if times == 1 else h * times
+        return h if norm is None else norm(h, dtype)
 
     def extra_repr(self) -> str:
         return f"{self.query.shape[0]}, start={self.start!r}"
@@ -105,9 +117,9 @@ class DepthStream:
         assert self._live is not None, "a block begins with a read followed by an add"
         return self._live
 
-    def read(self, mixer: BlockAttnRes | None) -> Tensor:
-        """The next sublayer's input."""
-        h = self.mixed(mixer)
+    def read(self, mixer: BlockAttnRes | None, norm: RMSNorm | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """The next sublayer's input, behind its norm if given one; dtype: what is wanted of the norm."""
+        h = self.mixed(mixer, norm, dtype)
         if self.period is not None and self._reads % self.period == 0:
             self.bank.append(share_gradient(self.live))  # every later mixer reads it
             self._live = None
@@ -120,6 +132,10 @@ class DepthStream:
             output = output.to(self.dtype)
         self._live = output if self._live is None else self._live + output  # which casts as it reads
 
-    def mixed(self, mixer: BlockAttnRes | None) -> Tensor:
-        """The mixture over everything so far; the live sum itself where there is no mixer."""
-        return self.live if mixer is None else mixer(self.sources)
+    def mixed(
+        self, mixer: BlockAttnRes | None, norm: RMSNorm | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """The mixture over everything so far; the live sum itself where there is no mixer.  norm, dtype: as `read`."""
+        if mixer is not None:
+            return mixer(self.sources, norm, dtype)
+        return self.live if norm is None else norm(self.live, dtype)

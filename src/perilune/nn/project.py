@@ -3,11 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from perilune.nn.hooks import untouched
 from perilune.ops import projections
-
-HOOKS = (
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
-)  # fmt: skip
 
 
 def project(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
@@ -22,10 +19,4 @@ def project(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
 
 
 def _plain(layer: nn.Module) -> bool:
-    return (
-        type(layer) is nn.Linear
-        and layer.bias is None
-        and type(layer.weight) is nn.Parameter
-        and "forward" not in layer.__dict__
-        and not any(getattr(layer, name) for name in HOOKS)
-    )
+    return untouched(layer, nn.Linear) and layer.bias is None and type(layer.weight) is nn.Parameter

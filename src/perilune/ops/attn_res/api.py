@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from perilune.core.backends import Backends
+from perilune.core.errors import ShapeError
 from perilune.ops.attn_res import chunked, fused, reference
 from perilune.ops.attn_res.checks import check_sources, check_vector
 from perilune.ops.autocast import without_autocast
@@ -23,6 +25,7 @@ def attn_res(
     eps: float = 1e-5,
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-5,
+    dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """A per-token mixture of the sources, weighted by how well each answers one learned query.
@@ -36,7 +39,8 @@ def attn_res(
     query, key_weight: [D], the mixer's pseudo-query and its RMSNorm weight.  sources: one or more tensors [..., D] of
     one shape and floating dtype.  eps: that of the norm, in the units of v^2.
     norm_weight: [D], if what is wanted is the mixture's RMSNorm, h rsqrt(mean h^2 + norm_eps) norm_weight.
-    Returns [..., D] in the dtype of the sources; scores, softmax and sum are float32 (float64 for float64).
+    Returns [..., D] in the dtype of the sources, or in `dtype`: what a caller under autocast, who would cast the result
+    anyway, asks for.  Scores, softmax and sum are float32 (float64 for float64).
     The backward pass keeps the sources themselves, not copies; for sources with many readers see `share_gradient`.
 
     backend: "auto", "triton" (on a GPU), "chunked" or "reference".
@@ -47,6 +51,9 @@ def attn_res(
     check_vector("key_weight", key_weight, sources[0])
     if norm_weight is not None:
         check_vector("norm_weight", norm_weight, sources[0])
+    dtype = sources[0].dtype if dtype is None else dtype
+    if not dtype.is_floating_point:
+        raise ShapeError(f"dtype: expected a floating dtype, got {dtype}; cast the result yourself")
     with without_autocast(sources[0]):
-        arguments = (query, sources, key_weight, eps, norm_weight, norm_eps)
+        arguments = (query, sources, key_weight, eps, norm_weight, norm_eps, dtype)
         return BACKENDS.pick(backend, *arguments)(*arguments)

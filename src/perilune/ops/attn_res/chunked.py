@@ -28,12 +28,13 @@ def attn_res(
     eps: float,
     norm_weight: Tensor | None,
     norm_eps: float,
+    dtype: torch.dtype,
 ) -> Tensor:
     if only_few(sources[0]):
-        return reference.attn_res(query, sources, key_weight, eps, norm_weight, norm_eps)
+        return reference.attn_res(query, sources, key_weight, eps, norm_weight, norm_eps, dtype)
     form = Stacked if sources[0].is_cuda and len(sources) > FEW_SOURCES else AttnRes
     h = form.apply(query, key_weight, eps, *sources)
-    return reference.normalized(h, norm_weight, norm_eps).to(h.dtype)
+    return reference.normalized(h, norm_weight, norm_eps).to(dtype)
 
 
 class AttnRes(torch.autograd.Function):

@@ -27,9 +27,10 @@ def attn_res_fused(
     eps: float,
     norm_weight: Tensor | None,
     norm_eps: float,
+    dtype: torch.dtype,
 ) -> Tensor:
     """See `attn_res`."""
-    return _Fused.apply(query, key_weight, norm_weight, eps, norm_eps, torch.is_grad_enabled(), *sources)
+    return _Fused.apply(query, key_weight, norm_weight, eps, norm_eps, dtype, torch.is_grad_enabled(), *sources)
 
 
 def refuses(
@@ -39,6 +40,7 @@ def refuses(
     eps: float,
     norm_weight: Tensor | None,
     norm_eps: float,
+    dtype: torch.dtype,
 ) -> str | None:
     """Why the kernels cannot serve a call, or None."""
     first = sources[0]
@@ -47,8 +49,8 @@ def refuses(
     if not first.is_cuda and not INTERPRETED:
         return f"its kernels run on a GPU, and the sources are on {first.device.type}"
     vectors = [x for x in (query, key_weight, norm_weight) if x is not None]
-    if odd := {x.dtype for x in (first, *vectors)} - set(DTYPES):
-        return f"its kernels compute in float32, and an input is {sorted(map(str, odd))[0]}"
+    if odd := {dtype, *(x.dtype for x in (first, *vectors))} - set(DTYPES):
+        return f"its kernels compute in float32, and {sorted(map(str, odd))[0]} is asked for"
     if any(x.device != first.device for x in (*sources, *vectors)):
         return "the tensors are on more than one device"
     if not 1 <= first.shape[-1] <= WIDEST:
@@ -75,6 +77,7 @@ class _Fused(torch.autograd.Function):
         norm_weight: Tensor | None,
         eps: float,
         norm_eps: float,
+        dtype: torch.dtype,
         learning: bool,
         *sources: Tensor,
     ) -> Tensor:
@@ -84,7 +87,7 @@ class _Fused(torch.autograd.Function):
         kept = None
         if learning and any(ctx.needs_input_grad):
             kept = query.new_empty(2, len(rows[0]), len(rows), dtype=torch.float32)
-        out = mix(query.contiguous(), rows, key_weight.contiguous(), eps, dense(norm_weight), norm_eps, kept)
+        out = mix(query.contiguous(), rows, key_weight.contiguous(), eps, dense(norm_weight), norm_eps, dtype, kept)
         if kept is not None:
             ctx.save_for_backward(query, key_weight, norm_weight, kept, *sources)
             ctx.norm_eps, ctx.sums = norm_eps, sums_of(sources)
@@ -96,7 +99,7 @@ class _Fused(torch.autograd.Function):
         from perilune.ops.attn_res.kernels.launch import unmix
 
         query, key_weight, norm_weight, kept, *sources = ctx.saved_tensors
-        places, adds, gradients = places_of(sources, ctx.sums, ctx.needs_input_grad[6:])
+        places, adds, gradients = places_of(sources, ctx.sums, ctx.needs_input_grad[7:])
         dw, dgain = unmix(
             query.contiguous(), [dense_rows(x) for x in sources], key_weight.contiguous(), dense(norm_weight),
             ctx.norm_eps, kept, dense_rows(dout), [None if x is None else as_rows(x) for x in places], adds,
@@ -104,4 +107,4 @@ class _Fused(torch.autograd.Function):
         dquery = (dw * key_weight.float()).to(query.dtype)
         dkey_weight = (dw * query.float()).to(key_weight.dtype)
         dnorm_weight = None if norm_weight is None else dgain.to(norm_weight.dtype)
-        return dquery, dkey_weight, dnorm_weight, None, None, None, *gradients
+        return dquery, dkey_weight, dnorm_weight, None, None, None, None, *gradients

@@ -13,11 +13,12 @@ def attn_res(
     eps: float,
     norm_weight: Tensor | None,
     norm_eps: float,
+    dtype: torch.dtype,
 ) -> Tensor:
     """softmax over sources of <query * key_weight, source / rms(source)>, applied to the raw sources."""
     v = stacked(sources)
     h = (weights(query, v, key_weight, eps).unsqueeze(-1) * v).sum(0)
-    return normalized(h, norm_weight, norm_eps).to(sources[0].dtype)
+    return normalized(h, norm_weight, norm_eps).to(dtype)
 
 
 def normalized(h: Tensor, weight: Tensor | None, eps: float) -> Tensor:

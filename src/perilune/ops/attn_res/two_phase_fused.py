@@ -18,7 +18,7 @@ def refuses_bank(queries: Tensor, sources: Sequence[Tensor], key_weights: Tensor
         return "its kernels have no derivative, and an input wants a gradient"
     if len(queries) > MOST_QUERIES or not len(queries):
         return f"it serves 1 to {MOST_QUERIES} queries, and there are {len(queries)}"
-    return fused.refuses(queries, sources, key_weights, eps, None, eps)
+    return fused.refuses(queries, sources, key_weights, eps, None, eps, torch.float32)
 
 
 def refuses_merge(
@@ -43,7 +43,7 @@ def refuses_merge(
     if {x.device for x in (m, l, o)} != {source.device}:
         return "the tensors are on more than one device"
     sources = [source] if update is None else [source, update]
-    return fused.refuses(query, sources, key_weight, eps, norm_weight, norm_eps)
+    return fused.refuses(query, sources, key_weight, eps, norm_weight, norm_eps, source.dtype)
 
 
 @torch.compiler.disable

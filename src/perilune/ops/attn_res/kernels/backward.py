@@ -10,14 +10,15 @@ from perilune.ops.launcher import Launcher
 @Launcher
 @triton.jit(do_not_specialize=["writes", "adds"])
 def unmix_kernel(
-    tensors, strides, dsources, query, key_weight, norm_weight, score, inverse_rms, dw, dgain,
+    tensors, strides, dout, dout_stride, dsources, query, key_weight, norm_weight, score, inverse_rms, dw, dgain,
     R, writes, adds, norm_eps,
     N: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of N sources [R, D] from that of their mixture, and from what the forward kept [R, N].
 
-    tensors: the mixture's gradient, then the sources; rows of each are `strides` apart.  dsources: [R, D] each; bit i
-    of `writes`: the i-th is wanted; of `adds`: it is added to what stands there.  COUNT: a power of two, at least N.
+    tensors: the mixture's gradient, then the sources; rows of each are `strides` apart.  A gradient of another dtype is
+    `dout`, and the first of the tensors is not read; else dout is None.  dsources: [R, D] each; bit i of `writes`: the
+    i-th is wanted; of `adds`: it is added to what stands there.  COUNT: a power of two, at least N.
     dw, dgain: [programs, D], what each program's rows give query * key_weight, and the norm's weight if there is one.
 
     With a the weights, s the scores, r the inverse norms, w = query * key_weight and d the gradient of the mixture:
@@ -51,9 +52,14 @@ def unmix_kernel(
         i = which - 1
         row = (program + turn // ITEMS * programs).to(tl.int64)
         at = chosen(tensors, which, N + 1) + row * chosen(strides, which, N + 1) + column
-        x = tl.load(at, mask=here, other=0.0).to(tl.float32)
+        if dout is None:
+            x = tl.load(at, mask=here, other=0.0).to(tl.float32)
+            given = x
+        else:  # both are copied ahead, so neither stands in a branch; what is masked is not read
+            x = tl.load(at, mask=here & (item > 0), other=0.0).to(tl.float32)
+            given = tl.load(dout + row * dout_stride + column, mask=here & (item == 0), other=0.0).to(tl.float32)
         if item == 0:
-            d = x
+            d = given
             r = tl.load(inverse_rms + row * N + number, mask=number < N, other=0.0)
             s = tl.load(score + row * N + number, mask=number < N, other=float("-inf"))
             a = tl.exp(s - tl.max(s, 0))

@@ -16,15 +16,18 @@ AHEAD = 4  # sources under way in a program, at most; more of them, or of progra
 
 
 class Plan:
-    """How a row of D elements is spread: `across` of them to a thread, 32 threads to a warp."""
+    """How a row of D elements is spread: `across` of them to a thread, 32 threads to a warp.
 
-    def __init__(self, x: Tensor, across: int) -> None:
+    beside: bytes that are copied ahead with each element.
+    """
+
+    def __init__(self, x: Tensor, across: int, beside: int = 0) -> None:
         R, D = x.shape
         self.width = triton.next_power_of_2(D)
         self.warps = min(WARPS, max(1, self.width // (32 * across)))
         each = WARPS // self.warps  # programs on a processor
         self.programs = min(R, processors(x.device) * each)
-        self.stages = 1 + min(AHEAD, max(1, ROOM // (each * self.width * x.element_size())))
+        self.stages = 1 + min(AHEAD, max(1, ROOM // (each * self.width * (x.element_size() + beside))))
 
 
 @cache
@@ -35,11 +38,11 @@ def processors(device: torch.device) -> int:
 
 def mix(
     query: Tensor, sources: Sequence[Tensor], key_weight: Tensor, eps: float,
-    norm_weight: Tensor | None, norm_eps: float, kept: Tensor | None,
+    norm_weight: Tensor | None, norm_eps: float, dtype: torch.dtype, kept: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """The mixture of sources [R, D], whose rows are dense; `kept: [2, R, N]`: to take scores and inverse norms."""
     R, D = sources[0].shape
-    out = sources[0].new_empty(R, D)
+    out = sources[0].new_empty(R, D, dtype=dtype)
     score, inverse_rms = (None, None) if kept is None else kept.unbind()
     plan = Plan(sources[0], 64)
     if out.numel():
@@ -60,12 +63,13 @@ def unmix(
     Sums over rows are taken in an order of their own, which shapes and the device alone decide.
     """
     N, (R, D) = len(sources), dout.shape
-    plan = Plan(dout, 32)
+    plan = Plan(sources[0], 32, beside=0 if dout.dtype == sources[0].dtype else dout.element_size())
     dw, dgain = query.new_zeros(2, plan.programs, D, dtype=torch.float32).unbind()
     if dout.numel():
-        tensors = (dout, *sources)
+        same = dout.dtype == sources[0].dtype
+        tensors = (dout if same else sources[0], *sources)
         unmix_kernel[(plan.programs,)](
-            tensors, tuple(x.stride(0) for x in tensors),
+            tensors, tuple(x.stride(0) for x in tensors), None if same else dout, dout.stride(0),
             tuple(x if dx is None else dx for x, dx in zip(sources, dsources)),
             query, key_weight, norm_weight, *kept.unbind(), dw, dgain,
             R, bits(dx is not None for dx in dsources), bits(adds), norm_eps,
