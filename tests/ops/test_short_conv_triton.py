@@ -5,6 +5,7 @@ float32, for the interpreter cuts bfloat16 off where a GPU rounds.
 """
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -151,8 +152,7 @@ def test_how_rows_are_divided_does_not_matter(monkeypatch: pytest.MonkeyPatch, r
     finally:
         launch.plan.cache_clear()
     assert_close(got, all_of("reference", wide(tensors), cu))
-    if INTERPRETED:  # a compiler may fuse other products and sums in another form
-        assert_same(*({x: y for x, y in results.items() if x != "dy/dweight"} for results in (got, expected)))
+    assert_same(*({x: y for x, y in results.items() if x != "dy/dweight"} for results in (got, expected)))
 
 
 @needs_kernels
@@ -515,6 +515,32 @@ def test_the_kernels_compile_for_hopper(W: int) -> None:
         given = {name: x for name, x in constants.items() if name in names and name not in own}
         ptx = assembly(kernel, own, given, num_warps=1)
         assert "st.global.v2.b32" in ptx
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="interpreted, there is nothing to compile")
+def test_no_sum_of_products_is_left_for_a_compiler_to_fuse() -> None:
+    """It would take either product of a b + c d, and in another form of the kernel the other one."""
+    pytest.importorskip("triton")
+    from sm_90 import F32, I32, stages
+
+    from perilune.ops.short_conv.kernels import backward, forward, states
+
+    pointers = dict.fromkeys(("x", "weight", "state", "y", "dy", "dx", "dtaps", "dstate"), F32)
+    pointers |= dict.fromkeys(("number", "before", "bounds"), I32)
+    sizes = dict.fromkeys(("T", "length", "chunks", "x_batch", "x_row", "dy_batch", "dy_row"), "i32")
+    constants = {"D": 256, "W": 4, "ACTIVATE": True, "ROWS": 1, "WIDTH": 128}
+    for kernel in (forward.conv_kernel, backward.conv_grads_kernel, states.state_grads_kernel):
+        names = kernel.kernel.arg_names
+        types = {name: x for name, x in (pointers | sizes).items() if name in names}
+        given = {name: x for name, x in constants.items() if name in names}
+        ttir = stages(kernel.kernel, types, given, num_warps=1)["ttir"]
+        assert "math.fma" in ttir
+        products = set(re.findall(r"(%\w+) = arith\.mulf", ttir))
+        sums = re.findall(r"arith\.(?:addf|subf) (%\w+), (%\w+)", ttir)
+        assert products
+        assert sums  # of a sigmoid's denominator, for one
+        assert not [pair for pair in sums if products.intersection(pair)]
 
 
 @pytest.mark.skipif(INTERPRETED or GPU, reason="the kernels run here")

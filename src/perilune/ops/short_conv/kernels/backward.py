@@ -18,7 +18,8 @@ def spread(pending, dus, offsets, taps, W: tl.constexpr, COUNT: tl.constexpr):
         dx = pending[k] if k < W - 1 else taps[0] * dus[k - (W - 1)]
         for s in tl.static_range(1, W):
             if k + s >= W - 1 and k + s < W - 1 + COUNT:
-                dx += taps[s] * tl.where(offsets[k + s - (W - 1)] >= s, dus[k + s - (W - 1)], 0.0)
+                du = tl.where(offsets[k + s - (W - 1)] >= s, dus[k + s - (W - 1)], 0.0)
+                dx = tl.fma(taps[s], du, dx)
         dxs += (dx,)
     return dxs
 
@@ -64,7 +65,7 @@ def conv_grads_kernel(
             for i in tl.static_range(ROWS):
                 more = ()
                 for s in tl.static_range(W):
-                    more += (sums[s] + dus[i] * values[i * W + s],)
+                    more += (tl.fma(dus[i], values[i * W + s], sums[s]),)
                 sums = more
         if dx is not None:
             dxs = spread(pending, dus, offsets, taps, W, ROWS)

@@ -1,6 +1,10 @@
 """What the kernels share: rows of a few channels, held in registers, and what the taps of one of them fall on.
 
 A tap of reach s meets the row s before the current one, in the document or in the state it began with.
+
+Sums of products are written with `tl.fma`.  Of a b + c d a compiler rounds one product and fuses the other into the
+sum, and takes either, from one compiled form of a kernel to the next: then a gradient would depend on which others are
+wanted, and a document on whether it is packed, in the last place.
 """
 
 import triton
@@ -73,7 +77,7 @@ def convolve(taps, values, W: tl.constexpr, COUNT: tl.constexpr):
     for i in tl.static_range(COUNT):
         u = taps[0] * values[i * W]
         for s in tl.static_range(1, W):
-            u += taps[s] * values[i * W + s]
+            u = tl.fma(taps[s], values[i * W + s], u)
         us += (u,)
     return us
 
@@ -85,7 +89,7 @@ def slopes(us, dys, ACTIVATE: tl.constexpr, COUNT: tl.constexpr):
         dus = ()
         for i in tl.static_range(COUNT):
             share = 1.0 / (1.0 + tl.exp(-us[i]))
-            dus += (dys[i] * share * (1.0 + us[i] * (1.0 - share)),)
+            dus += (dys[i] * share * tl.fma(us[i], 1.0 - share, 1.0),)
         return dus
     else:
         return dys

@@ -93,5 +93,5 @@ def state_grads_kernel(
     for i in tl.static_range(W - 1):
         total = tl.full([WIDTH], 0.0, tl.float32)
         for o in tl.static_range(i + 1):
-            total += taps[W - 1 + o - i] * tl.where(first + o < last, dus[o], 0.0)
+            total = tl.fma(taps[W - 1 + o - i], tl.where(first + o < last, dus[o], 0.0), total)
         tl.store(dstate + at + i * D, total.to(dstate.dtype.element_ty), mask=here)
