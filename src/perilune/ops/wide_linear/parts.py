@@ -3,6 +3,9 @@
 With W = W1 + W2 + W3, each the rest before it rounded to bfloat16, x W^T is the sum of three products whose terms are
 exact and whose sums are float32.  Tensor cores of an H200 make them sixteen times as fast as its float32 units.
 
+They cut such sums off, toward zero, after every few terms, where a float32 unit rounds to nearest: errors add up, and
+those of 7,168 terms are larger than all of W3.  So W1's sums end after RUN terms, and the rest is rounded to nearest.
+
     y  = x W3^T + x W2^T + x W1^T                 smallest first
     dW = dy3^T x + dy2^T x + dy1^T x              dy in parts as well; one product, the parts side by side
     dx = dy2 W1 + dy1 W1 + dy1 W2                 one product; what is left out is 2^-16 of a term: dx is bfloat16
@@ -18,6 +21,7 @@ from perilune.ops.first_order import first_order
 from perilune.ops.products import add_product_, not_wide, wide_product
 
 FEW = 256  # rows
+RUN = 1024  # terms, whose sum is cut off by about 2^-20 of it; to add the next costs a reading and a writing of y
 
 
 @torch.compiler.disable  # it cannot see through products of another dtype than their operands
@@ -54,6 +58,17 @@ def split(x: Tensor, parts: Tensor) -> None:
     third.copy_(rest)
 
 
+def product(rows: Tensor, parts: Tensor) -> Tensor:
+    """rows [M, K] times the sum of parts [3 or 1, N, K], transposed: [M, N] float32."""
+    *small, first = parts
+    terms = [(rows, part) for part in small]
+    terms += zip(rows.split(RUN, 1), first.split(RUN, 1))
+    y = wide_product(terms[0][0], terms[0][1].T)
+    for x, w in terms[1:]:
+        add_product_(y, x, w.T)
+    return y
+
+
 class _WideLinear(torch.autograd.Function):
     """x [..., K] bfloat16, weight [N, K] float32 or bfloat16 -> [..., N] float32.  Keeps x and W's parts."""
 
@@ -64,10 +79,7 @@ class _WideLinear(torch.autograd.Function):
             split(weight, parts)
         else:
             parts = weight[None]
-        rows = as_rows(x)
-        y = wide_product(rows, parts[0].T)
-        for part in parts[1:]:
-            add_product_(y, rows, part.T)
+        y = product(as_rows(x), parts)
         ctx.save_for_backward(x, parts)
         ctx.dtype = weight.dtype
         return y.view(*x.shape[:-1], len(weight))
