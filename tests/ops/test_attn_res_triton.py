@@ -276,7 +276,7 @@ def test_two_phases(norm: bool, N: int, Q: int, R: int, D: int, dtype: torch.dty
 @pytest.mark.skipif(INTERPRETED or GPU, reason="the kernels run here")
 def test_a_cpu_is_refused() -> None:
     query, key_weight, _, *sources = inputs(2, 3, 16)
-    with pytest.raises(BackendError, match="cannot run on 'triton': its kernels run on a GPU, and the sources"):
+    with pytest.raises(BackendError, match="cannot run on 'triton': its kernels run on a GPU, and the tensors"):
         attn_res(query, sources, key_weight, backend="triton")
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from perilune.core.errors import BackendError
+from perilune.ops import fused as shared
 from perilune.ops import linear_cross_entropy
 from perilune.ops.cross_entropy import IGNORED, fused
 
@@ -197,7 +198,7 @@ def test_blocks_hold_what_they_may_and_are_alike(M: int, V: int) -> None:
 
 def test_gpus_whose_sums_are_not_known_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = inputs(2, 3, 16)
-    monkeypatch.setattr(fused, "INTERPRETED", True)
+    monkeypatch.setattr(shared, "INTERPRETED", True)
     assert fused.refuses(*tensors, IGNORED) is None
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert "NVIDIA's GPUs alone" in (fused.refuses(*tensors, IGNORED) or "")
@@ -205,7 +206,7 @@ def test_gpus_whose_sums_are_not_known_are_refused(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.skipif(INTERPRETED or GPU, reason="the kernel runs here")
 def test_a_cpu_is_refused() -> None:
-    with pytest.raises(BackendError, match="cannot run on 'triton': its kernel runs on a GPU, and h is on cpu"):
+    with pytest.raises(BackendError, match="'triton': its kernels run on a GPU, and the tensors are on cpu"):
         linear_cross_entropy(*inputs(2, 3, 16), backend="triton")
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from perilune.bench.kda.problem import Shape, make, path
 from perilune.cli.main import main
 from perilune.ops import BoundedGate, SoftplusGate
+from perilune.ops import fused as shared
 from perilune.ops.grouped_experts import fused as experts
 from perilune.ops.hopper import not_hopper
 from perilune.ops.kda import decode, fused
@@ -21,10 +22,8 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if tensors lay on it; nothing is launched."""
-    monkeypatch.setattr(fused, "TRITON", True)
-    monkeypatch.setattr(fused, "INTERPRETED", True)
-    monkeypatch.setattr(decode, "TRITON", True)
-    monkeypatch.setattr(decode, "INTERPRETED", True)
+    monkeypatch.setattr(shared, "TRITON", True)
+    monkeypatch.setattr(shared, "INTERPRETED", True)
     for module in (fused, decode, experts):
         monkeypatch.setattr(module, "not_hopper", lambda x: None)
 

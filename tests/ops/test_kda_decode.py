@@ -389,7 +389,7 @@ def test_triton_stays_within_the_pool(hopper: bool, K: int, dtype: torch.dtype) 
 
 @pytest.mark.skipif(INTERPRETED or GPU, reason="the kernel runs here")
 def test_the_kernel_refuses_what_it_cannot_do() -> None:
-    with pytest.raises(BackendError, match="cannot run on 'triton': tensors are on cpu"):
+    with pytest.raises(BackendError, match="'triton': its kernels run on a GPU, and the tensors are on cpu"):
         kda_decode(
             *make_inputs(1, 1, 1, 4, 4), make_pool(1, 1, 4, 4), slots_of(0), make_weights(1, 4, 4), backend="triton"
         )

@@ -524,7 +524,7 @@ def test_gluon_needs_hopper_and_a_bound() -> None:
 
 @pytest.mark.skipif(INTERPRETED or GPU, reason="the kernels run here")
 def test_a_cpu_is_refused() -> None:
-    with pytest.raises(BackendError, match="cannot run on 'triton': its kernels run on a GPU, and q is on cpu"):
+    with pytest.raises(BackendError, match="'triton': its kernels run on a GPU, and the tensors are on cpu"):
         make(Form("triton", bf16, 128, 128), [5]).forward("triton")
 
 

@@ -171,7 +171,7 @@ def test_errors_name_what_is_wrong() -> None:
 
 @pytest.mark.skipif(INTERPRETED or GPU, reason="the kernels run here")
 def test_a_cpu_is_refused() -> None:
-    with pytest.raises(BackendError, match="cannot run on 'triton': its kernel runs on a GPU, and scores are on cpu"):
+    with pytest.raises(BackendError, match="'triton': its kernels run on a GPU, and the tensors are on cpu"):
         stable_topk(torch.rand(2, 4), 2, backend="triton")
 
 

@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from perilune.core.errors import BackendError
+from perilune.ops import fused as shared
 from perilune.ops import quantile_bias
-from perilune.ops.quantile_bias import Groups, fused, score_histogram
+from perilune.ops.quantile_bias import Groups, score_histogram
 from perilune.ops.quantile_bias.api import HISTOGRAM
 from perilune.ops.quantile_bias.histogram import PART
 
@@ -105,7 +106,7 @@ def test_groups_lose_no_token_of_a_diverged_step():
 
 def test_the_kernel_leaves_groups_to_the_plain_form(monkeypatch):
     pytest.importorskip("triton")
-    monkeypatch.setattr(fused, "INTERPRETED", True)  # as where it could run
+    monkeypatch.setattr(shared, "INTERPRETED", True)  # as where it could run
     scores, bias, _ = draw(3, 8)
     counts = torch.zeros(8, 30, dtype=torch.int64, device=DEVICE)
     assert HISTOGRAM.choice(counts, scores, bias, 2, None, None)[0] == "triton"
@@ -183,7 +184,7 @@ def test_parts_are_all_that_is_allocated():
 def test_the_kernel_refuses_what_it_cannot_do():
     pytest.importorskip("triton")
     scores, bias, _ = draw(3, 4)
-    with pytest.raises(BackendError, match="score_histogram cannot run on 'triton': scores are on cpu"):
+    with pytest.raises(BackendError, match="'triton': its kernels run on a GPU, and the tensors are on cpu"):
         score_histogram(scores, bias, 1, backend="triton")
     with pytest.raises(BackendError, match="quantile_bias cannot run on 'triton': without bins nothing is counted"):
         quantile_bias(scores, bias, 1, backend="triton")

@@ -545,7 +545,7 @@ def test_no_sum_of_products_is_left_for_a_compiler_to_fuse() -> None:
 
 @pytest.mark.skipif(INTERPRETED or GPU, reason="the kernels run here")
 def test_a_cpu_is_refused() -> None:
-    with pytest.raises(BackendError, match="cannot run on 'triton': its kernels run on a GPU, and x is on cpu"):
+    with pytest.raises(BackendError, match="'triton': its kernels run on a GPU, and the tensors are on cpu"):
         short_conv(torch.zeros(1, 5, 3), torch.zeros(3, 4), backend="triton")
 
 

@@ -15,14 +15,19 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_ROWS = 2**30  # counted in 32 bits, with room for a step behind the last
 
 
-def unfit(first: Tensor, *others: Tensor | None) -> str | None:
-    """Why kernels in Triton that compute in float32 cannot serve these tensors, or None."""
+def out_of_reach(x: Tensor) -> str | None:
+    """Why no kernel in Triton runs where x lies, or None."""
     if not TRITON:
         return "Triton is not installed"
-    if torch.compiler.is_compiling():
-        return "torch.compile fuses the plain form itself"
-    if not first.is_cuda and not INTERPRETED:
-        return f"its kernels run on a GPU, and the tensors are on {first.device.type}"
+    if not x.is_cuda and not INTERPRETED:
+        return f"its kernels run on a GPU, and the tensors are on {x.device.type}"
+    return None
+
+
+def unfit(first: Tensor, *others: Tensor | None) -> str | None:
+    """Why kernels in Triton that compute in float32 cannot serve these tensors, or None."""
+    if (reason := out_of_reach(first)) is not None:
+        return reason
     for x in (first, *others):
         if x is None:
             continue
@@ -31,6 +36,11 @@ def unfit(first: Tensor, *others: Tensor | None) -> str | None:
         if x.device != first.device:
             return "the tensors are on more than one device"
     return None
+
+
+def left_to_compiler() -> str | None:
+    """Why kernels for what a compiler fuses as well are not called, or None."""
+    return "torch.compile fuses the plain form itself" if torch.compiler.is_compiling() else None
 
 
 def dense_rows(x: Tensor) -> Tensor:

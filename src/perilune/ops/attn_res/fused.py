@@ -13,7 +13,7 @@ from torch import Tensor
 from perilune.ops.attn_res.shared import places_of, sums_of
 from perilune.ops.blocks import as_rows
 from perilune.ops.first_order import first_order
-from perilune.ops.fused import DTYPES, INTERPRETED, TRITON, dense_rows
+from perilune.ops.fused import DTYPES, dense_rows, unfit
 
 WIDEST = 8192  # what the registers of a processor hold of a row and its sums
 MOST = 16  # sources
@@ -44,15 +44,10 @@ def refuses(
 ) -> str | None:
     """Why the kernels cannot serve a call, or None."""
     first = sources[0]
-    if not TRITON:
-        return "Triton is not installed"
-    if not first.is_cuda and not INTERPRETED:
-        return f"its kernels run on a GPU, and the sources are on {first.device.type}"
-    vectors = [x for x in (query, key_weight, norm_weight) if x is not None]
-    if odd := {dtype, *(x.dtype for x in (first, *vectors))} - set(DTYPES):
-        return f"its kernels compute in float32, and {sorted(map(str, odd))[0]} is asked for"
-    if any(x.device != first.device for x in (*sources, *vectors)):
-        return "the tensors are on more than one device"
+    if (reason := unfit(*sources, query, key_weight, norm_weight)) is not None:
+        return reason
+    if dtype not in DTYPES:
+        return f"its kernels compute in float32, and {dtype} is asked for"
     if not 1 <= first.shape[-1] <= WIDEST:
         return f"it serves rows of 1 to {WIDEST} elements, and these have {first.shape[-1]}"
     if len(sources) > MOST:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from perilune.ops.attn_res import fused
 from perilune.ops.blocks import as_rows
-from perilune.ops.fused import dense_rows
+from perilune.ops.fused import DTYPES, dense_rows
 
 MOST_QUERIES = 64
 
@@ -38,7 +38,7 @@ def refuses_merge(
     others = [x for x in (update, norm_weight) if x is not None]
     if _learning(m, l, o, query, source, key_weight, *others):
         return "its kernel has no derivative, and an input wants a gradient"
-    if m.dtype != torch.float32 or l.dtype != torch.float32 or o.dtype not in fused.DTYPES:
+    if m.dtype != torch.float32 or l.dtype != torch.float32 or o.dtype not in DTYPES:
         return f"its kernel computes in float32, and the partial mixture is {m.dtype}, {o.dtype}"
     if {x.device for x in (m, l, o)} != {source.device}:
         return "the tensors are on more than one device"

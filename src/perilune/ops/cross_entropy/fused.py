@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from perilune.ops.first_order import first_order
-from perilune.ops.fused import DTYPES, INTERPRETED, TRITON
+from perilune.ops.fused import DTYPES, out_of_reach
 from perilune.ops.products import add_product_, not_wide
 
 LOGITS_BYTES = 2**28  # of a block: 4,096 rows of 32,768 16-bit logits, where a product's sums outweigh its traffic
@@ -28,10 +28,8 @@ def linear_cross_entropy(h: Tensor, weight: Tensor, targets: Tensor, ignored: in
 
 def refuses(h: Tensor, weight: Tensor, targets: Tensor, ignored: int) -> str | None:
     """Why the kernel cannot serve a call, or None."""
-    if not TRITON:
-        return "Triton is not installed"
-    if not h.is_cuda and not INTERPRETED:
-        return f"its kernel runs on a GPU, and h is on {h.device.type}"
+    if (reason := out_of_reach(h)) is not None:
+        return reason
     if h.dtype not in DTYPES or weight.dtype != h.dtype:
         return f"it serves one dtype of 16 or 32 bits, and h and weight are {h.dtype} and {weight.dtype}"
     if any(x.device != h.device for x in (weight, targets)):

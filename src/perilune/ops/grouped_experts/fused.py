@@ -4,7 +4,6 @@ Nothing on the way looks at a tensor's numbers from outside the device, and all 
 be captured in a CUDA graph.  The kernels are imported when they are first needed.
 """
 
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from perilune.ops.first_order import first_order
+from perilune.ops.fused import out_of_reach
 from perilune.ops.grouped_experts.activation import Activation, GatedActivation
 from perilune.ops.hopper import not_hopper
 
@@ -54,11 +54,7 @@ def refuses(
 ) -> str | None:
     """Why the kernels cannot serve a call, or None."""
     D, (E, F, _) = x.shape[1], w_gate.shape
-    if find_spec("triton") is None:
-        return "Triton is not installed"
-    if not x.is_cuda:
-        return f"its kernels run on a GPU, and x is on {x.device.type}"
-    if (reason := not_hopper(x)) is not None:
+    if (reason := out_of_reach(x) or not_hopper(x)) is not None:
         return reason
     if x.dtype != torch.bfloat16:
         return f"its kernels multiply bfloat16, and x is {x.dtype}"

@@ -23,9 +23,9 @@ from torch import Tensor
 from perilune.core.backends import Backends
 from perilune.core.errors import ShapeError
 from perilune.ops.autocast import without_autocast
+from perilune.ops.fused import DTYPES, out_of_reach
 from perilune.ops.hopper import not_hopper
 from perilune.ops.kda.api import L2_EPS
-from perilune.ops.kda.fused import INTERPRETED, TRITON
 from perilune.ops.kda.gate import BoundedGate, Gate
 
 MAX_STATE = 1 << 14  # elements of a head's state that the kernel holds in registers, sides rounded up to powers of two
@@ -233,11 +233,9 @@ def _triton_refuses(
     accepted: Tensor | None,
 ) -> str | None:
     K, V = pool.state.shape[2:]
-    if not TRITON:
-        return "Triton is not installed"
-    if not qkv.is_cuda and not INTERPRETED:
-        return f"tensors are on {qkv.device.type}"
-    if any(x.dtype not in (torch.float32, torch.bfloat16, torch.float16) for x in (qkv, out_gate)):
+    if (reason := out_of_reach(qkv)) is not None:
+        return reason
+    if any(x.dtype not in DTYPES for x in (qkv, out_gate)):
         return f"it takes float32, bfloat16 and float16, not {qkv.dtype} and {out_gate.dtype}"
     if pool.state.dtype != torch.float32:
         return f"it keeps states in float32, not {pool.state.dtype}"

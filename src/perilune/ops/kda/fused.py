@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from perilune.ops.first_order import first_order
-from perilune.ops.fused import DTYPES, INTERPRETED, TRITON
+from perilune.ops.fused import INTERPRETED, unfit
 from perilune.ops.hopper import not_hopper
 from perilune.ops.kda.gate import BoundedGate, Gate
 
@@ -86,13 +86,8 @@ def refuses_triton(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, initial_state: Tensor | None, **options: Any
 ) -> str | None:
     """Why the kernels cannot serve a call, or None."""
-    if not TRITON:
-        return "Triton is not installed"
-    if not q.is_cuda and not INTERPRETED:
-        return f"its kernels run on a GPU, and q is on {q.device.type}"
-    tensors = (q, k, v, g, beta, initial_state)
-    if odd := {x.dtype for x in tensors if x is not None} - set(DTYPES):
-        return f"its kernels compute in float32, and an input is {sorted(map(str, odd))[0]}"
+    if (reason := unfit(q, k, v, g, beta, initial_state)) is not None:
+        return reason
     K, V = q.shape[3], v.shape[3]
     if not (1 <= K <= WIDEST["K"] and 1 <= V <= WIDEST["V"]):
         return f"its kernels serve K from 1 to {WIDEST['K']} and V from 1 to {WIDEST['V']}, and K is {K}, V is {V}"

@@ -1,16 +1,12 @@
 """The histogram on a GPU, in one pass over the scores.  The kernel is imported when it is first needed."""
 
-import os
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 
+from perilune.ops.fused import DTYPES, out_of_reach
 from perilune.ops.quantile_bias.groups import Groups
 from perilune.ops.quantile_bias.histogram import bin_range
 
-TRITON = find_spec("triton") is not None
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 WIDEST = 1 << 14  # experts: a token's scores are held in registers
 
 
@@ -37,13 +33,11 @@ def refuses(
     counts: Tensor, scores: Tensor, bias: Tensor, top_k: int, mask: Tensor | None, groups: Groups | None
 ) -> str | None:
     """Why the kernel cannot serve a call, or None."""
-    if not TRITON:
-        return "Triton is not installed"
-    if not scores.is_cuda and not INTERPRETED:
-        return f"scores are on {scores.device.type}"
+    if (reason := out_of_reach(scores)) is not None:
+        return reason
     if groups is not None:
         return f"it knows one cutoff a token, and experts come in {groups.number} groups"
-    if scores.dtype not in (torch.float32, torch.bfloat16, torch.float16) or bias.dtype != torch.float32:
+    if scores.dtype not in DTYPES or bias.dtype != torch.float32:
         return f"it computes in float32, and scores and bias are {scores.dtype} and {bias.dtype}"
     if scores.shape[1] > WIDEST:
         return f"it holds a token's scores in registers, {WIDEST} at most, and there are {scores.shape[1]}"

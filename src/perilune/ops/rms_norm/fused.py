@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from perilune.ops.first_order import first_order
-from perilune.ops.fused import DTYPES, MOST_ROWS, dense_rows, unfit
+from perilune.ops.fused import DTYPES, MOST_ROWS, dense_rows, left_to_compiler, unfit
 
 WIDEST = 8192  # what the registers of a processor hold of a row, its gradient and the weight's
 
@@ -34,7 +34,7 @@ def refuses_gated(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> str | 
 
 
 def _refuses(x: Tensor, weight: Tensor, gate: Tensor | None, dtype: torch.dtype) -> str | None:
-    if (reason := unfit(x, weight, gate)) is not None:
+    if (reason := left_to_compiler() or unfit(x, weight, gate)) is not None:
         return reason
     if dtype not in DTYPES:
         return f"its kernels compute in float32, and the result is to be {dtype}"

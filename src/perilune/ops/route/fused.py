@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from perilune.ops.first_order import first_order
-from perilune.ops.fused import DTYPES, INTERPRETED, TRITON, dense_rows
+from perilune.ops.fused import DTYPES, dense_rows, out_of_reach
 from perilune.ops.route import reference
 
 WIDEST = 1024  # experts: a token's keys are held in one warp's registers
@@ -30,10 +30,8 @@ def route(
 
 def topk_refuses(scores: Tensor, k: int) -> str | None:
     """Why the kernel cannot serve a call, or None."""
-    if not TRITON:
-        return "Triton is not installed"
-    if not scores.is_cuda and not INTERPRETED:
-        return f"its kernel runs on a GPU, and scores are on {scores.device.type}"
+    if (reason := out_of_reach(scores)) is not None:
+        return reason
     if scores.dtype not in DTYPES:
         return f"it compares in float32, and scores are {scores.dtype}"
     if scores.shape[-1] > WIDEST or k > MOST:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from perilune.ops.first_order import first_order
-from perilune.ops.fused import DTYPES, INTERPRETED, TRITON
+from perilune.ops.fused import unfit
 
 if TYPE_CHECKING:
     from perilune.ops.short_conv.kernels.launch import Documents
@@ -49,15 +49,8 @@ def refuses(
     output_final_state: bool,
 ) -> str | None:
     """Why the kernels cannot serve a call, or None."""
-    if not TRITON:
-        return "Triton is not installed"
-    if not x.is_cuda and not INTERPRETED:
-        return f"its kernels run on a GPU, and x is on {x.device.type}"
-    tensors = [t for t in (x, weight, initial_state) if t is not None]
-    if odd := {t.dtype for t in tensors} - set(DTYPES):
-        return f"its kernels compute in float32, and an input is {sorted(map(str, odd))[0]}"
-    if any(t.device != x.device for t in tensors):
-        return "the tensors are on more than one device"
+    if (reason := unfit(x, weight, initial_state)) is not None:
+        return reason
     if weight.shape[1] > WIDEST:
         return f"it serves filters of 1 to {WIDEST} taps, and these have {weight.shape[1]}"
     if x.shape[0] * x.shape[1] * (1 + x.shape[2] // 128) > MOST:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from perilune.ops.first_order import first_order
-from perilune.ops.fused import MOST_ROWS, dense_rows, unfit
+from perilune.ops.fused import MOST_ROWS, dense_rows, left_to_compiler, unfit
 
 
 @torch.compiler.disable  # a compiled function calls the kernels as they are, between its graphs
@@ -26,7 +26,7 @@ def sigmoid_glu(gate: Tensor, up: Tensor) -> Tensor:
 
 def refuses(gate: Tensor, up: Tensor, *betas: float) -> str | None:
     """Why the kernels cannot serve a call, or None."""
-    if (reason := unfit(gate, up)) is not None:
+    if (reason := left_to_compiler() or unfit(gate, up)) is not None:
         return reason
     if gate.dim() and gate.numel() and gate.numel() // gate.shape[-1] > MOST_ROWS:
         return "there are too many rows to count in 32 bits"
