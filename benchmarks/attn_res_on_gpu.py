@@ -14,13 +14,14 @@ import torch
 from rich.console import Console
 
 from perilune.bench import runner
-from perilune.bench.attn_res import BYTES_PER_MS, Shape, make
+from perilune.bench.cases.attn_res import Sources
 from perilune.bench.meter import Meter
+from perilune.bench.operation import BYTES_PER_MS
 from perilune.ops import attn_res_bank, attn_res_merge
 from perilune.ops.attn_res.kernels import launch
 
 ROOT = Path(__file__).parents[1]
-SHAPES = (Shape(9, 8192, 7168), Shape(9, 32768, 2048), Shape(9, 65536, 1024))
+SHAPES = (Sources(9, 8192, 7168), Sources(9, 32768, 2048), Sources(9, 65536, 1024))
 EPS = 1e-5
 
 
@@ -29,13 +30,12 @@ def report(what: str, call: Callable[[], object], bytes_moved: float) -> None:
     Console().print(f"{what:56} {ms:8.3f} ms, floor {floor:6.3f}, ratio {ms / floor:5.2f}", soft_wrap=True)
 
 
-def passes(shape: Shape) -> None:
+def passes(shape: Sources) -> None:
     """Both passes with AHEAD and WARPS as they are and as they might be."""
     N, R, D = shape.N, shape.R, shape.D
-    query, key_weight, sources, dout = (
-        x if isinstance(x, list) else x.detach() for x in make(shape, torch.device("cuda"))
-    )
-    sources = [x.detach() for x in sources]
+    leaves, _, dout = shape.make(torch.device("cuda"))
+    assert dout is not None
+    query, key_weight, *sources = (x.detach() for x in leaves)
     kept = torch.empty(2, R, N, device="cuda")
     gradients = [torch.empty_like(x) for x in sources]
     size = R * D * 2
@@ -54,7 +54,7 @@ def passes(shape: Shape) -> None:
 
 @torch.no_grad()
 def two_phases(R: int, Q: int = 24, N: int = 8, D: int = 7168) -> None:
-    query, key_weight, (*bank, live), _ = make(Shape(N + 1, R, D), torch.device("cuda"))
+    query, key_weight, *bank, live = Sources(N + 1, R, D).make(torch.device("cuda")).leaves
     queries, key_weights = (x.expand(Q, D).contiguous() for x in (query, key_weight))
     phase = partial(attn_res_bank, queries, bank, key_weights)
     report(f"bank of {N}, {Q} queries, R {R}: first phase", phase, R * D * (2 * 2 * N + 4 * Q))

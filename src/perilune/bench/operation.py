@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain, repeat
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -48,7 +49,8 @@ class Shape(ABC):
 
 @dataclass(frozen=True)
 class Operation(Contest):
-    """allowed: by name, the result's relative error, then the leaves' gradients'.  contenders: backends by label."""
+    """allowed: by name, the result's relative error, then the leaves' gradients', the last name for all that are left.
+    contenders: backends by label, or whatever else the inputs' `op` takes for one."""
 
     allowed: ClassVar[Mapping[str, float]]
 
@@ -75,7 +77,8 @@ class Operation(Contest):
             wide = [x.detach().double().requires_grad_() for x in leaves]
             exact = forward_backward("reference", Inputs(wide, op, None if slope is None else slope.double()))
             got = forward_backward(self.contenders[label], Inputs(leaves, op, slope))
-            for name, x, y in zip(self.allowed, got, exact, strict=True):
+            names = chain(self.allowed, repeat(list(self.allowed)[-1]))
+            for (x, y), name in zip(zip(got, exact, strict=True), names):
                 errors[name] = max(errors[name], error(x, y))
         return errors
 
