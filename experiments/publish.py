@@ -18,7 +18,8 @@ from perilune.train.folder import write_whole
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
 BLOCK = re.compile(r"(<!-- table: ([\w -]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-NUMBERS = re.compile(r"\[\s+((?:null|[-+.\deE]+)(?:,\s+(?:null|[-+.\deE]+))*)\s+\]")
+WIDTH = 240
+"""Of lines in JSON, keys apart: as wide as an answer with all its counts."""
 NOT_YET = "*Not run yet.*"
 
 Table = Callable[[dict[str, Any], str], str]
@@ -26,9 +27,30 @@ Table = Callable[[dict[str, Any], str], str]
 
 
 def write_evidence(path: Path, evidence: dict[str, Any]) -> None:
-    """As JSON, a list of numbers on one line."""
-    text = NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", json.dumps(evidence, indent=1))
-    write_whole(path, (text + "\n").encode())
+    """As JSON, in lines that differ where the evidence does."""
+    write_whole(path, (dense(evidence) + "\n").encode())
+
+
+def dense(value: Any, indent: int = 0) -> str:
+    """JSON of what fits on a line of WIDTH on one; else a line for each of an object's entries, and as many of a
+    list's as fit."""
+    whole = json.dumps(value)
+    if len(whole) <= WIDTH - indent or not isinstance(value, (list, dict)):
+        return whole
+    if isinstance(value, dict):
+        lines = [f"{json.dumps(key)}: {dense(entry, indent + 1)}" for key, entry in value.items()]
+    else:
+        lines = [""]
+        for text in (dense(entry, indent + 1) for entry in value):
+            longer = f"{lines[-1]}, {text}" if lines[-1] else text
+            if "\n" in longer or len(longer) > WIDTH - indent - 2:
+                lines.append(text)
+            else:
+                lines[-1] = longer
+        lines = lines[not lines[0] :]
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    inner = ",\n".join(" " * (indent + 1) + line for line in lines)
+    return f"{opening}\n{inner}\n{' ' * indent}{closing}"
 
 
 def draw(

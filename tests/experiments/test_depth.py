@@ -415,12 +415,33 @@ def test_a_log_axis_has_plain_numbers_and_never_one_alone(values, ticks):
         assert [float(text) for text in found["ticktext"]] == pytest.approx(ticks)
 
 
-def test_numbers_stand_on_one_line(tmp_path):
-    values = {"a": [1, 2.5, -3e-05, None], "b": [["x", 1]], "c": [[1, 2], [3]]}
-    publish.write_evidence(tmp_path / "x.json", values)
+@pytest.mark.parametrize(
+    "value",
+    [
+        {}, [], [[]], {"a": []}, None, "x" * 300, ["x" * 300], ["x" * 300, 1, "y" * 300, 2], {"x" * 300: {"a": "\n"}},
+        {"a": [1, 2.5, -3e-05, None], "b": [["x", True]], "c": [{"d": [0.125] * 100}]},
+        [{"a": i, "b": [[i, j] for j in range(i)]} for i in range(30)],
+    ],
+)  # fmt: skip
+def test_evidence_is_written_whole(tmp_path, value):
+    publish.write_evidence(tmp_path / "x.json", value)
     text = (tmp_path / "x.json").read_text()
-    assert json.loads(text) == values
-    assert '"a": [1, 2.5, -3e-05, null]' in text
+    assert json.dumps(json.loads(text)) == json.dumps(value)
+    assert text.endswith("\n")
+    assert all(line and line == line.rstrip() for line in text.splitlines())
+
+
+def test_a_line_has_as_much_as_fits():
+    numbers, answer = [0.5] * 100, {"task": "chains", "asked": 1, "hops": [[1, 2], [3, 4]]}
+    assert publish.dense({"a": answer}) == '{"a": {"task": "chains", "asked": 1, "hops": [[1, 2], [3, 4]]}}'
+    lines = publish.dense({"cells": [answer] * 9, "numbers": numbers}).splitlines()
+    assert lines[0] == "{"
+    assert lines[1] == ' "cells": ['
+    assert [line.count("task") for line in lines[2:5]] == [4, 4, 1]
+    assert lines[6] == ' "numbers": ['
+    assert [line.count("0.5") for line in lines[7:10]] == [47, 47, 6]
+    assert lines[10:] == [" ]", "}"]
+    assert max(map(len, lines)) <= publish.WIDTH
 
 
 def test_the_published_page_says_what_the_figures_file_says():
