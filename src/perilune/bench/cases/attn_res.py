@@ -19,7 +19,7 @@ compiled = torch.compile(reference.attn_res, dynamic=False)
 
 def mixture(query: Tensor, key_weight: Tensor, *sources: Tensor, backend: str) -> Tensor:
     if backend == "compiled":
-        return compiled(query, sources, key_weight, EPS, None, EPS)
+        return compiled(query, sources, key_weight, EPS, None, EPS, sources[0].dtype)
     return attn_res(query, sources, key_weight, backend=backend)
 
 
@@ -59,7 +59,7 @@ class Comparison(Operation):
 
     def reasons(self, inputs: Inputs) -> Mapping[str, str]:
         query, key_weight, *sources = inputs.leaves
-        return BACKENDS.choice(query, sources, key_weight, EPS, None, EPS)[1]
+        return BACKENDS.choice(query, sources, key_weight, EPS, None, EPS, sources[0].dtype)[1]
 
 
 CASE = Comparison(
