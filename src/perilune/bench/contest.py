@@ -73,6 +73,11 @@ def error(x: Tensor, exact: Tensor) -> float:
     return off if isfinite(off) else inf
 
 
+def reason(stop: Exception) -> str:
+    """The first line of an exception that is not ours."""
+    return f"{type(stop).__name__}: {(str(stop).strip() or 'no reason').splitlines()[0]}"[:200]
+
+
 def table_of(title: str, first: str, *others: str) -> Table:
     """Names to the left, figures to the right."""
     return Table(Column(first, no_wrap=True), *(Column(head, justify="right") for head in others), title=title)

@@ -5,7 +5,6 @@ import platform
 import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -19,6 +18,7 @@ from perilune import __version__
 from perilune.bench.case import DEVICE, Candidate, Case, Sheet
 from perilune.bench.cases import find
 from perilune.bench.progress import Steps, Tell, quiet, watching
+from perilune.bench.versions import installed
 from perilune.core.errors import ConfigError, nearest
 
 ROUNDS = 15
@@ -201,13 +201,6 @@ def processor() -> str:
         lines = []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return models[0] if models else platform.processor() or platform.machine()
-
-
-def installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def commit() -> str | None:

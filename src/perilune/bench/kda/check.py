@@ -8,7 +8,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from perilune.bench.contest import error
+from perilune.bench.contest import error, reason
 from perilune.bench.kda.contenders import Contender
 from perilune.bench.kda.problem import INPUTS, REGIMES, Problem, Shape, forward_backward, make, ours
 from perilune.bench.progress import Steps, quiet
@@ -79,8 +79,3 @@ def check(
 
 def exact(problem: Problem) -> tuple[Tensor, ...]:
     return forward_backward(partial(ours, backend="reference"), problem.map(torch.Tensor.double))
-
-
-def reason(stop: Exception) -> str:
-    """The first line of an exception that is not ours."""
-    return f"{type(stop).__name__}: {(str(stop).strip() or 'no reason').splitlines()[0]}"[:200]

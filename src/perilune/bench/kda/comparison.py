@@ -11,9 +11,9 @@ from rich.table import Table
 from torch import Tensor
 
 from perilune.bench.case import DEVICE, Sheet
-from perilune.bench.contest import table_of
+from perilune.bench.contest import reason, table_of
 from perilune.bench.kda import decode
-from perilune.bench.kda.check import ALLOWED, SHAPES, Verdict, check, reason
+from perilune.bench.kda.check import ALLOWED, SHAPES, Verdict, check
 from perilune.bench.kda.contenders import CONTENDERS, Contender
 from perilune.bench.kda.drift import drift, worst
 from perilune.bench.kda.problem import REGIMES, Shape, forward_backward, make, path
