@@ -40,10 +40,10 @@ OUTERMOST: dict[str, tuple[str, ...]] = {  # decides wherever it stands around
 }
 INSIDE: dict[str, tuple[str, ...]] = {  # kind: operations and autograd's nodes that are all of one kind
     "attention": ("scaled_dot_product", "ScaledDotProduct"),
-    "KDA": ("_Chunked", "ShortConv", "_Border"),
+    "KDA": ("_Chunked", "ShortConv", "_Border", "ChunkKDA", "CausalConv1d"),
     "experts": ("_GroupedExperts", "grouped_mm", "GroupedMm"),
-    "attention residuals": ("AttnRes", "Stacked", "_Shared"),
-    "head and loss": ("_LinearCrossEntropy",),
+    "attention residuals": ("AttnRes", "Attnres", "Stacked", "_Shared"),
+    "head and loss": ("_LinearCrossEntropy", "FusedLinearCrossEntropy"),
     "routing and balance": ("aten::topk", "aten::sort", "aten::histc", "aten::searchsorted"),
     "products": ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::addmv", "aten::mv", "aten::dot"),
     "copies": ("aten::copy_", "aten::fill_", "aten::zero_", "Memcpy", "Memset"),
