@@ -128,7 +128,7 @@ def same_weights(config, parts=PLAIN, dtype=torch.float32):
             if "norm" in name:
                 p.normal_(1, 0.2)
             elif name.endswith("query"):
-                p.normal_()
+                p.normal_(std=3 * p.numel() ** -0.5)
             elif name.endswith("dt_bias"):
                 p.uniform_(-6, -3)
         for balancer in ours.balancers().values():
@@ -380,10 +380,11 @@ def test_a_gpu_compares_the_preset_at_every_size():
 @pytest.mark.gpu
 @pytest.mark.skipif(bool(missing()), reason="flash-linear-attention is not installed")
 def test_with_flash_linear_attention_it_is_our_model():
-    """In bfloat16, so that of gradients only their direction and size are asked for."""
-    made = presets.get("small").replace(**LAYERS)
+    """In bfloat16 at the widths of `1b`, so that what was tuned here need not be for the benchmark.  Of gradients their
+    direction and size are asked for; not of what scores experts, whose last bits choose."""
+    made = presets.get("1b").replace(**LAYERS, num_experts=32, vocab_size=2048)
     ours, peer = (model.cuda() for model in same_weights(made, from_fla(), torch.bfloat16))
-    ids, targets = torch.randint(16384, (2, 1, 1000), device="cuda")
+    ids, targets = torch.randint(2048, (2, 1, 1000), device="cuda")
     cu = torch.tensor([0, 300, 301, 1000])
     with torch.autocast("cuda", torch.bfloat16):
         expected = ours(ids, targets=targets, cu_seqlens=cu).loss
@@ -391,8 +392,9 @@ def test_with_flash_linear_attention_it_is_our_model():
     expected.backward()
     loss.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=5e-3)
-    gradients = {peers_name(name): p.grad for name, p in ours.named_parameters()}
+    gradients = {peers_name(name): p.grad.flatten() for name, p in ours.named_parameters()}
     for name, p in peer.named_parameters():
-        if not name.endswith("block_sparse_moe.gate.weight"):  # the last bits of a score may choose another expert
-            alike = F.cosine_similarity(p.grad.flatten(), gradients[name].flatten(), 0)
-            assert alike > 0.95, f"{name}: {alike:.3f}"
+        got, own = p.grad.flatten(), gradients[name]
+        if own.any() and not name.endswith("block_sparse_moe.gate.weight"):
+            assert F.cosine_similarity(got, own, 0) > 0.9, name
+            assert 0.8 < got.norm() / own.norm() < 1.25, name

@@ -115,7 +115,7 @@ SHOWN: dict[str, Callable[[dict[str, Any]], str]] = {
     "of the peak": lambda row: "" if row["utilisation"] is None else f"{100 * row['utilisation']:.1f} %",
     "peak GiB": lambda row: "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / GIB:.1f}",
     "loss": lambda row: f"{row['losses'][0]:.2f} to {row['losses'][-1]:.2f}",
-    "with": lambda row: "\n".join(f"{package} {version}" for package, version in row["versions"].items()),
+    "with": lambda row: "\n".join(f"{name} {version}" for name, version in row["versions"].items() if version),
 }
 """What is said of a step, in the order of the table."""
 

@@ -19,7 +19,8 @@ class PeerTrainer:
     """Trains `PeerModel` on a run's batches, in its precision: weights, gradients and state are float32 either way.
 
     AdamW takes every parameter: torch's Muon takes no stacked experts, and one matrix at a time it would launch
-    thousands of kernels a layer.  It costs less than any Muon, so the peer is not at a disadvantage.
+    thousands of kernels a layer.  It costs less than any Muon, and no norm of the gradient is taken, for which ours
+    waits before it updates: both are in the peer's favour.
 
     Raises ConfigError for a model that the peer has no form for, ImportError without its parts.
     """
