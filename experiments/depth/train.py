@@ -22,6 +22,7 @@ from experiments.depth.recipes import Scale, Stack, Variant
 from experiments.depth.texts import Rows
 from perilune.core.errors import PeriluneError
 from perilune.models.k3 import K3Model
+from perilune.nn import update_balancers
 from perilune.ops import attn_res
 from perilune.optim import PerHeadMuon
 from perilune.optim.schedule import LearningRateStage, Schedule
@@ -130,8 +131,7 @@ class Training:
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule.lr(self.done + 1)
         self.optimizer.step()
-        for balancer in self.balancers:
-            balancer.update()
+        update_balancers(self.balancers)
         self.done += 1
         return loss
 

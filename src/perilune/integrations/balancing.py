@@ -27,7 +27,7 @@ from perilune.integrations.routers import (
     groups_of,
     total,
 )
-from perilune.nn.balancer import Balancer, balancer
+from perilune.nn.balancer import Balancer, balancer, update_balancers
 from perilune.nn.load import LayerLoad, LoadWindow, bias_drift, layer_load, sampling_floor, worst
 from perilune.nn.pooling import StatisticsPool
 
@@ -183,12 +183,12 @@ class Balancers:
             self.pool_over(dist.group.WORLD)
         if self._pool is not None:
             self._pool.sum_()
+        before = {name: self[name].bias.clone() for name in self}
         for name in self:
-            layer, before = self[name], self[name].bias.clone()
-            if not layer.frozen:
-                self._loads[name].add(layer.counts)
-            layer.update()
-            self._moves[name] = before, layer.bias.clone()
+            if not self[name].frozen:
+                self._loads[name].add(self[name].counts)
+        update_balancers(self[name] for name in self)
+        self._moves.update({name: (before[name], self[name].bias.clone()) for name in self})
 
     def discard(self) -> None:
         """Forgets what was counted since the last update; for a step whose gradients were not finite."""

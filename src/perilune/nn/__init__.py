@@ -2,7 +2,14 @@
 
 from perilune.nn.attn_res import BlockAttnRes, DepthStream
 from perilune.nn.attn_res_stack import AttnResStack
-from perilune.nn.balancer import AuxLossBalancer, Balancer, BandBalancer, QuantileBalancer, SignBalancer
+from perilune.nn.balancer import (
+    AuxLossBalancer,
+    Balancer,
+    BandBalancer,
+    QuantileBalancer,
+    SignBalancer,
+    update_balancers,
+)
 from perilune.nn.cache import HybridCache, LatentCache, RecurrentCache
 from perilune.nn.glu import GLU, SiTUGLU
 from perilune.nn.init import initialize_
@@ -32,4 +39,5 @@ __all__ = [
     "StableLatentMoE",
     "StatisticsPool",
     "initialize_",
+    "update_balancers",
 ]

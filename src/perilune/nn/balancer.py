@@ -1,15 +1,17 @@
 """Keeping experts equally loaded: one interface, several rules.
 
 In a step every forward calls `observe`; after the optimizer's step `update` moves the bias once, from all that was
-observed; a step that is thrown away calls `discard`.  With several ranks a `StatisticsPool` sums what they observed,
-just before `update`: all are integers, so every rank then computes the same bias.
+observed (`update_balancers` those of many layers); a step that is thrown away calls `discard`.  With several ranks a
+`StatisticsPool` sums what they observed, just before `update`: all are integers, so every rank then computes the same
+bias.
 
 None of it reads a tensor back and no shape depends on a value, so that on a GPU the host never waits: masked tokens are
 counted with weight 0, and what a step without tokens must leave alone is chosen by `torch.where`.
 """
 
+import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Self
 
 import torch
@@ -19,6 +21,9 @@ from perilune.core.errors import CheckpointError, ConfigError, ShapeError, neare
 from perilune.nn.precision import Float32Parameters
 from perilune.nn.recompute import recomputing
 from perilune.ops.quantile_bias import Groups, bias_from_histogram, limiting, quantile_bias, rebin, score_histogram
+
+NUMBERS = 2**22
+"""Of the largest buffer of all layers that are moved together: some ten tensors of so many numbers are held."""
 
 
 class Balancer(Float32Parameters):
@@ -92,11 +97,12 @@ class Balancer(Float32Parameters):
 
     @torch.no_grad()
     def update(self) -> None:
-        """Ends the step: moves the bias by what was observed, for the next step to use."""
+        """Ends the step: moves the bias by what was observed, for the next step to use.
+
+        With many layers `update_balancers` does the same in fewer launches.
+        """
         if not self.frozen:
-            seen = self.counts.any()
-            self.bias.copy_(torch.where(seen, self._next_bias(seen), self.bias))
-            self.loads.copy_(torch.where(seen, self.counts, self.loads))
+            self._advance()
         self.discard()
 
     def begin_parts(self) -> None:
@@ -113,6 +119,7 @@ class Balancer(Float32Parameters):
         """
         for statistic in self._buffers_to_sum():
             statistic.zero_()
+        self._forget()
 
     def freeze(self) -> Self:
         """Holds the bias as it is and stops observing; short fine-tuning and sampling want this."""
@@ -142,7 +149,13 @@ class Balancer(Float32Parameters):
             )
 
     def extra_repr(self) -> str:
-        return f"num_experts={self.num_experts}, top_k={self.top_k}"
+        return ", ".join(f"{name}={value}" for name, value in self._options().items())
+
+    def _advance(self) -> None:
+        """Bias, loads and the rule's own state after the step."""
+        seen = self.counts.any(-1, keepdim=True)
+        self.bias.copy_(torch.where(seen, self._next_bias(seen), self.bias))
+        self.loads.copy_(torch.where(seen, self.counts, self.loads))
 
     # What a rule defines.
 
@@ -156,10 +169,19 @@ class Balancer(Float32Parameters):
     def _next_bias(self, seen: Tensor) -> Tensor:
         """The bias after this step, from `bias`, `counts` and what was collected.
 
-        seen: a bool scalar, whether the step had a token on any rank; where not, what is returned does not matter, and
-        the rule's own state must stay.
+        seen: `[1]` bool, whether the step had a token on any rank; where not, what is returned does not matter, and the
+        rule's own state must stay.
+
+        Rules among `KINDS` have all of it with leading axes, too: then buffers are those of several layers.
         """
         return self.bias
+
+    def _options(self) -> dict[str, Any]:
+        """What was chosen; rules of one kind with the same options, and buffers of the same shapes, do the same."""
+        return {"num_experts": self.num_experts, "top_k": self.top_k}
+
+    def _forget(self) -> None:
+        """Drops what was observed beside the statistics."""
 
     def _buffers_to_sum(self) -> list[Tensor]:
         return [self.counts]
@@ -234,10 +256,6 @@ class QuantileBalancer(Balancer):
             raise ConfigError("bins: expected a number to pool over ranks, got None (exact); use bins=1000")
         return super().statistics()
 
-    def discard(self) -> None:
-        super().discard()
-        self._scores.clear()
-
     def training_state(self) -> dict[str, Tensor]:
         state = {"smoothed": self.smoothed, "pooled": self.pooled}
         return {name: value.clone() for name, value in state.items() if value is not None}
@@ -248,8 +266,11 @@ class QuantileBalancer(Balancer):
             value = state.get(name)
             setattr(self, name, None if value is None else value.to(self.bias.device, copy=True))
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, bins={self.bins}, decay={self.decay}, ema={self.ema}"
+    def _options(self) -> dict[str, Any]:
+        return {**super()._options(), "bins": self.bins, "decay": self.decay, "ema": self.ema}
+
+    def _forget(self) -> None:
+        self._scores.clear()
 
     def _collect(self, scores: Tensor, mask: Tensor | None) -> None:
         if self.top_k == self.num_experts:  # every token takes every expert
@@ -269,9 +290,9 @@ class QuantileBalancer(Balancer):
         before = torch.zeros_like(self.histogram, dtype=self.bias.dtype) if self.pooled is None else self.pooled
         pooled = self.decay * before + self.histogram.to(self.bias.dtype)
         estimate = self._smoothed(bias_from_histogram(pooled, self.bias, self.top_k), seen)
-        trust = (1 - (estimate - self.bias).std() / estimate.std()).nan_to_num(0).clamp(min=0)
-        pooled = rebin(pooled * trust, self.bias, estimate).to(self.bias.dtype)
-        self.pooled = torch.where(seen, pooled, before)
+        trust = (1 - _spread(estimate - self.bias) / _spread(estimate)).nan_to_num(0).clamp(min=0)
+        pooled = rebin(pooled * trust.unsqueeze(-1), self.bias, estimate).to(self.bias.dtype)
+        self.pooled = torch.where(seen.unsqueeze(-1), pooled, before)
         return estimate
 
     def _exact(self) -> Tensor:
@@ -309,12 +330,12 @@ class SignBalancer(Balancer):
             raise ConfigError(f"step: expected above 0, got {step}; 1e-3 is common, 1e-2 quick")
         self.step = step
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, step={self.step}"
+    def _options(self) -> dict[str, Any]:
+        return {**super()._options(), "step": self.step}
 
     def _next_bias(self, seen: Tensor) -> Tensor:
         # E load_j against the total: integers, so that an expert exactly at the mean is seen to be there.
-        short = torch.sign(self.counts.sum() - self.num_experts * self.counts)
+        short = torch.sign(self.counts.sum(-1, keepdim=True) - self.num_experts * self.counts)
         return _centred(self.bias + self.step * short)
 
 
@@ -365,18 +386,19 @@ class BandBalancer(Balancer):
             loads = state["window"][-len(self.window) :]
             self.window[len(self.window) - len(loads) :] = loads.to(self.window)
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, step={self.step}, low={self.low}, high={self.high}, adaptive={self.adaptive}"
+    def _options(self) -> dict[str, Any]:
+        own = {"step": self.step, "low": self.low, "high": self.high, "adaptive": self.adaptive}
+        return {**super()._options(), **own}
 
     def _next_bias(self, seen: Tensor) -> Tensor:
-        window = torch.cat([self.window[1:], self.counts.unsqueeze(0)])
-        self.window.copy_(torch.where(seen, window, self.window))
-        there = (window[:, :1] >= 0).sum()  # steps
+        window = torch.cat([self.window[..., 1:, :], self.counts.unsqueeze(-2)], -2)
+        self.window.copy_(torch.where(seen.unsqueeze(-1), window, self.window))
+        there = (window[..., 0] >= 0).sum(-1, keepdim=True)  # steps
         loads = window.double().masked_fill(window < 0, torch.nan)
-        total = window.clamp(min=0).sum(0)  # [E]
+        total = window.clamp(min=0).sum(-2)  # [E]
         mean = total / there.double()
-        low, high = _quantiles(loads, there * self.num_experts, (self.low, self.high))
-        typical = total.sum() / (there * self.num_experts).double()
+        low, high = _quantiles(loads.flatten(-2), there * self.num_experts, (self.low, self.high))
+        typical = total.sum(-1, keepdim=True) / (there * self.num_experts).double()
         step = self.step * ((high - low) / (2 * typical)).clamp(max=1) if self.adaptive else self.step
         push = (mean < low).to(loads.dtype) - (mean > high).to(loads.dtype)
         return _centred(self.bias + step * push)
@@ -405,12 +427,11 @@ class AuxLossBalancer(Balancer):
         super().begin_parts()
         self._step = step
 
-    def discard(self) -> None:
-        super().discard()
-        self._step = None
+    def _options(self) -> dict[str, Any]:
+        return {**super()._options(), "coefficient": self.coefficient}
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, coefficient={self.coefficient}"
+    def _forget(self) -> None:
+        self._step = None
 
     def _loss(self, scores: Tensor, ids: Tensor, mask: Tensor | None) -> Tensor | None:
         tokens: Tensor | int = max(len(scores), 1)  # so that the loss is 0, not NaN, when every token is padding
@@ -454,20 +475,74 @@ def balancer(kind: str, num_experts: int, top_k: int, *, groups: Groups | None =
     return KINDS[kind](num_experts, top_k, **options)
 
 
+@torch.no_grad()
+def update_balancers(balancers: Iterable[Balancer]) -> None:
+    """`update()` of every one, in as few launches for a hundred layers as for one.
+
+    Those of one kind, with the same options, number of experts, dtype and device, are stacked, NUMBERS at a time; all
+    others go one by one.  The results are the same, bit for bit on a CPU; on a GPU up to the order of sums.
+    """
+    alike: dict[Any, list[Balancer]] = {}
+    for balancer in dict.fromkeys(balancers):
+        if balancer.frozen:
+            balancer.discard()
+        elif type(balancer) not in KINDS.values() or getattr(balancer, "bins", 1) is None:  # unknown; keeps scores
+            balancer.update()
+        else:
+            tensors = tuple((name, x.shape, x.dtype, x.device) for name, x in balancer.named_buffers())
+            alike.setdefault((type(balancer), *balancer._options().items(), *tensors), []).append(balancer)
+    for members in alike.values():
+        size = max(1, NUMBERS // max(x.numel() for x in members[0].buffers()))
+        for start in range(0, len(members), size):
+            _update_stacked(members[start : start + size])
+
+
+def _update_stacked(balancers: list[Balancer]) -> None:
+    """Of one kind: by the first one's rule, on buffers [layers, ...]."""
+    if len(balancers) == 1:
+        return balancers[0].update()
+    first = balancers[0]
+    many = copy.copy(first)
+    many._buffers = dict.fromkeys(first._buffers)
+    for name, _ in first.named_buffers():
+        many._buffers[name] = torch.stack([getattr(balancer, name) for balancer in balancers])
+    many._advance()
+    for name in ("bias", "loads", *first.state_names):
+        after: Tensor | None = getattr(many, name)
+        if after is None:
+            continue
+        if getattr(first, name) is None:  # there is such state from now on
+            for balancer, own in zip(balancers, after.unbind()):
+                setattr(balancer, name, own.clone())
+        else:
+            torch._foreach_copy_([getattr(balancer, name) for balancer in balancers], list(after.unbind()))
+    torch._foreach_zero_([x for balancer in balancers for x in balancer._buffers_to_sum()])
+    for balancer in balancers:
+        balancer._forget()
+    return None
+
+
+def _spread(bias: Tensor) -> Tensor:
+    """The standard deviation over experts, `[..., E]` to `[..., 1]`; in float64, where it is the same for one layer as
+    for many."""
+    return bias.double().std(-1, keepdim=True).to(bias.dtype)
+
+
 def _centred(bias: Tensor) -> Tensor:
     wide = bias.double()
-    return wide - wide.mean()
+    return wide - wide.mean(-1, keepdim=True)
 
 
 def _quantiles(values: Tensor, number: Tensor, shares: tuple[float, ...]) -> list[Tensor]:
-    """As `torch.quantile`, of the first `number` of all values in rising order: those that are not NaN.
+    """As `torch.quantile` over the last axis, of the first `number: [..., 1]` of all values in rising order: those that
+    are not NaN.
 
     `torch.quantile` looks at its shares, and its shapes would depend on the number.
     """
-    rising = values.flatten().sort().values  # NaN last
+    rising = values.sort(-1).values  # NaN last
     found = []
     for share in shares:
         place = share * (number - 1).double()
-        below, above = (rising.gather(0, x.long().view(1)).squeeze(0) for x in (place.floor(), place.ceil()))
+        below, above = (rising.gather(-1, x.long()) for x in (place.floor(), place.ceil()))
         found.append(torch.lerp(below, above, place - place.floor()))
     return found

@@ -24,8 +24,7 @@ class StatisticsPool:
         ...
         optimizer.step()
         pool.sum_()                                              # once a step, on every rank, with tokens or without
-        for balancer in model.balancers().values():
-            balancer.update()
+        update_balancers(model.balancers().values())
 
     Statistics are integers and add up to those of one process that saw every token; so the biases that follow are
     that process's, bit for bit, on all ranks alike.  In the K3 report (2.3.3) and its appendix: sums over data and
@@ -67,8 +66,8 @@ class StatisticsPool:
             self._flat = statistics[0].new_empty(sum(sizes))
         torch.cat([x.view(-1) for x in statistics], out=self._flat)
         dist.all_reduce(self._flat, group=self.group)
-        for x, total in zip(statistics, self._flat.split(sizes)):
-            x.copy_(total.view_as(x))
+        totals = [total.view_as(x) for x, total in zip(statistics, self._flat.split(sizes))]
+        torch._foreach_copy_(statistics, totals)
 
     def _statistics(self) -> list[Tensor]:
         return [x for balancer in self.balancers for x in balancer.statistics()]

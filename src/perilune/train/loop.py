@@ -20,7 +20,7 @@ from perilune.data.packing import Batch
 from perilune.data.tokenizer import ByteBPE
 from perilune.models.k3 import K3Model, K3Output
 from perilune.models.k3.parallel import shard_, whole_copy
-from perilune.nn import StatisticsPool
+from perilune.nn import StatisticsPool, update_balancers
 from perilune.nn.load import LoadWindow, bias_drift, dead_experts, layer_load, worst
 from perilune.ops.upload import on_device
 from perilune.optim import PerHeadMuon, qk_clip_
@@ -400,12 +400,11 @@ class Trainer:
         balancers = self.balancers.values()
         if self.pool is not None:
             self.pool.sum_()
-        biases = [balancer.bias.clone() for balancer in balancers]
-        for balancer in balancers:
-            balancer.update()
-        biases += [balancer.bias for balancer in balancers]
+        before = torch.stack([balancer.bias for balancer in balancers])
+        update_balancers(balancers)
+        after = torch.stack([balancer.bias for balancer in balancers])
         loads = Arrival(torch.stack([balancer.loads for balancer in balancers]))
-        self._arriving.append(_Balance(loads=loads, biases=Arrival(torch.stack(biases))))
+        self._arriving.append(_Balance(loads=loads, biases=Arrival(torch.cat([before, after]))))
 
     def _discard(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)

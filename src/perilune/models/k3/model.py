@@ -313,7 +313,7 @@ class K3Model(nn.Module):
         return (layer.block_sparse_moe for layer in self._decoder_layers() if layer.block_sparse_moe is not None)
 
     def balancers(self) -> dict[str, Balancer]:
-        """Every MoE layer's balancer by module name; call `update()` on each after the optimizer's step."""
+        """Every MoE layer's balancer by module name; `update_balancers` them after the optimizer's step."""
         return {name: m for name, m in self.named_modules() if isinstance(m, Balancer)}
 
     def latent_attentions(self) -> dict[str, GatedMLA]:

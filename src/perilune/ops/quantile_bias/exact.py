@@ -41,6 +41,6 @@ def _from_masked(required: Tensor, top_k: int, mask: Tensor) -> Tensor:
 
 
 def centred(bias: Tensor) -> Tensor:
-    """The same selection with mean zero (summed in float64, so that the mean stays there)."""
+    """The same selection `[..., E]` with mean zero (summed in float64, so that the mean stays there)."""
     wide = bias.double()
-    return (wide - wide.mean()).to(bias.dtype)
+    return (wide - wide.mean(-1, keepdim=True)).to(bias.dtype)

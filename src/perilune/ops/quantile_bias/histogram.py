@@ -34,47 +34,50 @@ def add_counts_(
 
 
 def bias_from_histogram(counts: Tensor, bias: Tensor, top_k: int) -> Tensor:
-    """The mean-centred bias from pooled counts, linear inside a bin: `[E, bins], [E] -> [E]` in bias's dtype.
+    """The mean-centred bias from pooled counts, linear inside a bin: `[..., E, bins], [..., E] -> [..., E]` in bias's
+    dtype; leading axes are layers.
 
     Counts are integers, or weighted ones of any float dtype.  Counts without a token give the bias back as it was.
     bias must be the one the counts were taken with.
     """
-    E, bins = counts.shape
+    E, bins = counts.shape[-2:]
     bias = bias.detach()
     if top_k == E:
         return bias.clone()
-    tokens = counts[0].sum().double()
+    tokens = counts[..., :1, :].sum(-1).double()  # [..., 1]
     wide = bias.double()
     low, width = bin_range(wide, bins)
     q = tokens * top_k / E
-    cumulative = counts.cumsum(-1, dtype=torch.float64)  # [E, bins]
-    bin_ = torch.searchsorted(cumulative, q.repeat(E, 1))  # the first whose cumulative count reaches q
+    cumulative = counts.cumsum(-1, dtype=torch.float64)  # [..., E, bins]
+    every = q.unsqueeze(-1).expand(*bias.shape, 1).contiguous()
+    bin_ = torch.searchsorted(cumulative, every)  # [..., E, 1], the first whose cumulative count reaches q
     inside = counts.gather(-1, bin_).double()
     before = cumulative.gather(-1, bin_) - inside
-    part = ((q - before) / inside).clamp(0, 1)
-    estimate = centred((low + (bin_ + part) * width).flatten()).to(bias.dtype)
+    part = ((every - before) / inside).clamp(0, 1)
+    estimate = centred(low + (bin_ + part).squeeze(-1) * width).to(bias.dtype)
     return torch.where(tokens > 0, estimate, bias)
 
 
 def rebin(counts: Tensor, bias: Tensor, new_bias: Tensor) -> Tensor:
-    """Counts taken with `bias`, spread over the bins that `new_bias` has: `[E, bins]` float64, the same row sums.
+    """Counts taken with `bias`, spread over the bins that `new_bias` has: `[..., E, bins]` float64, the same row sums.
 
     Counts are taken to lie evenly inside their bin; those beyond the new range go to its end bins.
     """
-    bins = counts.shape[1]
+    *rows, bins = counts.shape
     low, width = bin_range(bias.detach().double(), bins)
     new_low, new_width = bin_range(new_bias.detach().double(), bins)
-    below = counts.new_zeros(len(counts), bins + 1, dtype=torch.float64)  # [E, bins + 1], counts below each edge
-    torch.cumsum(counts, -1, dtype=torch.float64, out=below[:, 1:])
-    edges = new_low + new_width * torch.arange(1, bins, device=counts.device)  # the inner ones
-    position = ((edges - low) / width).clamp(0, bins)  # in the old bins
+    below = counts.new_zeros(*rows, bins + 1, dtype=torch.float64)  # [..., E, bins + 1], counts below each edge
+    torch.cumsum(counts, -1, dtype=torch.float64, out=below[..., 1:])
+    edges = new_low + new_width * torch.arange(1, bins, device=counts.device)  # [..., bins - 1], the inner ones
+    position = ((edges - low) / width).clamp(0, bins).unsqueeze(-2)  # in the old bins, of all experts alike
     left = position.floor().clamp(max=bins - 1).long()
+    every = left.expand(*rows, bins - 1)
     moved = below.clone()
-    moved[:, 1:-1] = torch.lerp(below.index_select(1, left), below.index_select(1, left + 1), position - left)
+    moved[..., 1:-1] = torch.lerp(below.gather(-1, every), below.gather(-1, every + 1), position - left)
     return moved.diff(dim=-1)
 
 
 def bin_range(bias: Tensor, bins: int) -> tuple[Tensor, Tensor]:
-    """(lower end, bin width) of the biases that can be required."""
-    low, high = bias.aminmax()
+    """(lower end, bin width) of the biases `[..., E]` that can be required, both `[..., 1]`."""
+    low, high = bias.aminmax(dim=-1, keepdim=True)
     return low - 1, (high - low + 2) / bins
