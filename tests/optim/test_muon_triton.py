@@ -12,17 +12,21 @@ import pytest
 import torch
 from torch import nn
 
-from perilune.optim import Blocks, PerHeadMuon, Role, fused
+from perilune.optim import Blocks, PerHeadMuon, Role, fused, muon
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 GPU = torch.cuda.is_available() and not INTERPRETED
 DEVICE = torch.device("cuda" if GPU else "cpu")
-SHAPES = {  # the first four lie as the kernels want them
+SHAPES = {  # all but the last lie as the kernels want them
     "heads": ((4 * 16, 70), Blocks(repeat=4)),
     "experts": ((5, 24, 40), Blocks()),
     "whole": ((12, 33), Blocks()),
     "square": ((3, 64, 64), Blocks()),
     "tall": ((33, 12), Blocks()),
+    "tall too": ((4, 33, 12), Blocks()),
+    "whole too": ((12, 33), Blocks()),
+    "tall again": ((33, 12), Blocks()),
+    "some whole": ((2, 12, 33), Blocks()),
     "keys and values": ((2 * (8 + 4), 32), Blocks((8, 4), repeat=2)),
 }
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # of the interpreter
@@ -59,7 +63,7 @@ def test_steps_equal_those_of_torchs_operations(nesterov: bool, monkeypatch: pyt
     serves = fused.serves
     monkeypatch.setattr(fused, "serves", lambda *x: served.append(serves(*x)) or served[-1])
     got = steps(3, nesterov=nesterov)
-    assert served == 3 * [True, True, True, True, False, False]
+    assert served == 3 * [*9 * [True], False]
     monkeypatch.setattr(fused, "serves", lambda *x: False)
     for a, b in zip(got, steps(3, nesterov=nesterov)):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
@@ -74,19 +78,48 @@ def test_bfloat16_directions_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 @needs_kernels
+@pytest.mark.parametrize("tensors", [1, 3, fused.MOST, fused.MOST + 2])
 @pytest.mark.parametrize("count", [0, 1, fused.BLOCK, 2 * fused.BLOCK + 3])
-def test_nothing_beside_a_tensor_is_touched(count: int) -> None:
-    rooms = [torch.full((count + 2,), 7.0, device=DEVICE) for _ in range(4)]
-    momentum, grad, weight, direction = (room[1:-1] for room in rooms)
-    for x in (momentum, grad, weight):
+def test_nothing_beside_the_tensors_is_touched(count: int, tensors: int) -> None:
+    rooms = [torch.full((count + 2,), 7.0, device=DEVICE) for _ in range(3 * tensors)]
+    room = torch.full((tensors * count + 2,), 7.0, device=DEVICE)
+    every, direction = [x[1:-1] for x in rooms], room[1:-1]
+    for x in every:
         x.copy_(torch.randn(count))
-    m, w = 0.9 * momentum + grad, weight.clone()
-    fused.directions_(momentum, grad, direction, 0.9, True)
-    fused.descend_(weight, direction, 0.5, 0.25)
-    torch.testing.assert_close(momentum, m)
-    torch.testing.assert_close(direction, grad + 0.9 * m)
-    torch.testing.assert_close(weight, 0.5 * w - 0.25 * direction)
-    assert all(room[0] == room[-1] == 7 for room in rooms)
+    momenta, grads, weights = every[:tensors], every[tensors : 2 * tensors], every[2 * tensors :]
+    m, w = [0.9 * momentum + grad for momentum, grad in zip(momenta, grads)], [x.clone() for x in weights]
+    fused.directions_(momenta, grads, direction, 0.9, True)
+    fused.descend_(weights, direction, 0.5, 0.25)
+    for i, own in enumerate(direction.view(tensors, count)):
+        torch.testing.assert_close(momenta[i], m[i])
+        torch.testing.assert_close(own, grads[i] + 0.9 * m[i])
+        torch.testing.assert_close(weights[i], 0.5 * w[i] - 0.25 * own)
+    assert all(x[0] == x[-1] == 7 for x in (*rooms, room))
+
+
+@needs_kernels
+def test_layers_share_launches_and_batches_of_any_size_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty layers of one shape, and parts of stacks where they are more than an iteration takes."""
+
+    def trained() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        shapes = [(6, 40), (40, 6), (3, 6, 40)] * 7
+        params = [nn.Parameter(torch.randn(shape).to(DEVICE)) for shape in shapes]
+        optimizer = PerHeadMuon([Role(p, "muon") for p in params], lr=0.03)
+        for p in params:
+            p.grad = torch.randn(p.shape).to(DEVICE)
+        optimizer.step()
+        return [p.detach() for p in params]
+
+    launched: list[int] = []
+    directions = fused.directions_
+    monkeypatch.setattr(fused, "directions_", lambda m, *x: launched.append(len(m)) or directions(m, *x))
+    whole = trained()
+    assert launched == [7, 7, 7]
+    monkeypatch.setattr(muon, "DEVICE_BATCH", 6 * 40 * 4)
+    for a, b in zip(whole, trained()):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert len(launched) > 10
 
 
 def test_what_lies_otherwise_is_not_served() -> None:

@@ -1,7 +1,10 @@
-"""Muon's passes over memory on a GPU: 24 bytes a parameter in two kernels, 48 in torch's five.
+"""Muon's passes over memory on a GPU: 24 bytes a parameter in two kernels, 48 in torch's five, and many tensors in one
+launch.
 
 They are imported when they are first needed.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -9,33 +12,53 @@ from torch import Tensor
 from perilune.ops.fused import INTERPRETED, TRITON
 
 BLOCK = 2048  # numbers a program
+MOST = 16  # tensors a launch
 
 
 def serves(*tensors: Tensor) -> bool:
     """Whether the kernels can: float32 side by side in memory, in the same order.
 
-    What lies otherwise, tall matrices among them, is moved by torch's operations; results differ by rounding alone.
+    What lies otherwise is moved by torch's operations; results differ by rounding alone.
     """
     return TRITON and all(
         (x.is_cuda or INTERPRETED) and x.dtype == torch.float32 and x.is_contiguous() for x in tensors
     )
 
 
-def directions_(momentum: Tensor, grad: Tensor, into: Tensor, mu: float, nesterov: bool) -> None:
-    """M <- mu M + G, and G + mu M, or M, rounded to what is given for it."""
+def directions_(momenta: Sequence[Tensor], grads: Sequence[Tensor], into: Tensor, mu: float, nesterov: bool) -> None:
+    """M <- mu M + G, and G + mu M, or M, of every tensor, rounded to what is given for all of them, one behind the
+    other.  Tensors have as many numbers each."""
     from perilune.optim.kernels import direction_kernel
 
     assert into.is_contiguous()
-    if count := momentum.numel():
-        direction_kernel[(-(-count // BLOCK),)](
-            momentum, grad, into, count, float(mu), NESTEROV=nesterov, BLOCK=BLOCK, num_warps=4
-        )
+    count = momenta[0].numel()
+    for start in range(0, len(momenta) if count else 0, MOST):
+        some, beside = momenta[start : start + MOST], grads[start : start + MOST]
+        direction_kernel[(len(some) * -(-count // BLOCK),)](
+            filled(some), filled(beside), into.view(len(momenta), count)[start:], count, float(mu),
+            N=length(some), NESTEROV=nesterov, BLOCK=BLOCK, num_warps=4,
+        )  # fmt: skip
 
 
-def descend_(weight: Tensor, update: Tensor, keep: float, rate: float) -> None:
-    """W <- keep W - rate U, of an update of any dtype."""
+def descend_(weights: Sequence[Tensor], updates: Tensor, keep: float, rate: float) -> None:
+    """W <- keep W - rate U, of tensors of as many numbers each, and of updates of any dtype, one behind the other."""
     from perilune.optim.kernels import descend_kernel
 
-    assert update.is_contiguous()
-    if count := weight.numel():
-        descend_kernel[(-(-count // BLOCK),)](weight, update, count, float(keep), float(rate), BLOCK=BLOCK, num_warps=4)
+    assert updates.is_contiguous()
+    count = weights[0].numel()
+    for start in range(0, len(weights) if count else 0, MOST):
+        some = weights[start : start + MOST]
+        descend_kernel[(len(some) * -(-count // BLOCK),)](
+            filled(some), updates.view(len(weights), count)[start:], count, float(keep), float(rate),
+            N=length(some), BLOCK=BLOCK, num_warps=4,
+        )  # fmt: skip
+
+
+def length(tensors: Sequence[Tensor]) -> int:
+    """A power of two, at least as many: so that few forms of a kernel serve any number."""
+    return 1 << (len(tensors) - 1).bit_length()
+
+
+def filled(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """With the last one again up to `length`; nothing is done to those."""
+    return (*tensors, *tensors[-1:] * (length(tensors) - len(tensors)))

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -119,19 +120,19 @@ class PerHeadMuon(torch.optim.Optimizer):
             if own_cut is None:
                 shards.append((param, *own, cut))
             else:
-                matrices = [_Matrices(*views).lying() for views in zip(*map(own_cut.of, own))]
+                matrices = [_Matrices(*views) for views in zip(*map(own_cut.of, own))]
                 if all(fused.serves(*one) for one in matrices):
                     in_one_pass += matrices
                     continue
-                others += matrices
+                others += [one.lying() for one in matrices]
             begun.append(own)
         if begun:
             weights, grads, momenta = (list(tensors) for tensors in zip(*begun))
             torch._foreach_mul_(momenta, mu)
             torch._foreach_add_(momenta, grads)
             torch._foreach_mul_(weights, rule.keep)
-        _move_(in_one_pass, rule, begun=False)
-        _move_(others, rule, begun=True)
+        _move_in_one_pass_(in_one_pass, rule)
+        _move_(others, rule)
         if shards:
             directions = [torch.add(g, m, alpha=mu) if rule.nesterov else m.clone() for _, _, g, m, _ in shards]
             on_owners_(
@@ -178,9 +179,17 @@ class _Matrices(NamedTuple):
     grad: Tensor
     momentum: Tensor
 
+    @property
+    def tall(self) -> bool:
+        return self.weight.shape[-2] > self.weight.shape[-1]
+
+    @property
+    def count(self) -> int:
+        return self.weight.shape[:-2].numel()
+
     def lying(self) -> "_Matrices":
         """None taller than wide."""
-        return self if self.weight.shape[-2] <= self.weight.shape[-1] else _Matrices(*(x.mT for x in self))
+        return _Matrices(*(x.mT for x in self)) if self.tall else self
 
     def split(self, numbers: int) -> "Iterator[_Matrices]":
         """In parts of so many numbers at most, or of one index of the first axis."""
@@ -188,35 +197,51 @@ class _Matrices(NamedTuple):
         return (_Matrices(*parts) for parts in zip(*(x.split(each) for x in self)))
 
 
-def _move_(matrices: Iterable[_Matrices], rule: _Rule, *, begun: bool) -> None:
+def _move_in_one_pass_(matrices: Iterable[_Matrices], rule: _Rule) -> None:
     """W <- keep W - lr 0.2 sqrt(max(n, m)) newton_schulz(G + mu M), or of M alone without `nesterov`, M <- mu M + G.
 
-    begun: whether the momentum is that of this step already, and the weight has decayed; if not, the kernels see to it.
-    Matrices of one shape, up to transposition, go through batched iterations of DEVICE_BATCH numbers.  Directions are
-    written where one begins, in its own dtype, and its result is added to the weights from there: nothing as large as
-    the parameters is held.
+    By the kernels, several tensors in a launch.  Matrices of one shape, up to transposition, go through batched
+    iterations of DEVICE_BATCH numbers.  Directions are written where one begins, in its own dtype, and its result is
+    added to the weights from there: nothing as large as the parameters is held.  Tall ones are turned on the way.
     """
+    alike: dict[Any, list[_Matrices]] = defaultdict(list)
+    for one in matrices:
+        alike[tuple(sorted(one.weight.shape[-2:])), one.weight.device].append(one)
+    for (shape, device), every in alike.items():
+        every.sort(key=lambda one: (one.tall, one.count))  # so that a batch is few runs of as many numbers
+        rate = rule.lr * UPDATE_RMS * max(shape) ** 0.5
+        for some in _batches(every):
+            runs = [list(run) for _, run in groupby(some, key=lambda one: (one.tall, one.count))]
+            sizes = [sum(one.count for one in run) for run in runs]
+            stacked = torch.empty(sum(sizes), *shape, dtype=rule.dtype or torch.float32, device=device)
+            for run, part in zip(runs, stacked.split(sizes)):
+                into = part.new_empty(part.mT.shape) if run[0].tall else part
+                fused.directions_([x.momentum for x in run], [x.grad for x in run], into, rule.mu, rule.nesterov)
+                if run[0].tall:
+                    part.copy_(into.mT)
+            for run, part in zip(runs, newton_schulz(stacked, rule.steps, dtype=rule.dtype).split(sizes)):
+                updates = part.mT.contiguous() if run[0].tall else part
+                fused.descend_([x.weight for x in run], updates, rule.keep, rate)
+
+
+def _move_(matrices: Iterable[_Matrices], rule: _Rule) -> None:
+    """The same by torch's operations, where the momentum is that of this step already, the weight has decayed, and none
+    is taller than wide."""
     alike: dict[Any, list[_Matrices]] = defaultdict(list)
     for one in matrices:
         alike[one.weight.shape[-2:], one.weight.dtype, one.weight.device].append(one)
     for (shape, own, device), some in ((key, batch) for key, every in alike.items() for batch in _batches(every)):
-        counts = [one.weight.shape[:-2].numel() for one in some]
+        counts = [one.count for one in some]
         stacked = torch.empty(sum(counts), *shape, dtype=rule.dtype or own, device=device)
         for one, part in zip(some, stacked.split(counts)):
             into = part.view(one.weight.shape)
-            if not begun:
-                fused.directions_(one.momentum, one.grad, into, rule.mu, rule.nesterov)
-            elif rule.nesterov:
+            if rule.nesterov:
                 torch.add(one.grad, one.momentum, alpha=rule.mu, out=into)
             else:
                 into.copy_(one.momentum)
         rate = rule.lr * UPDATE_RMS * max(shape) ** 0.5
         for one, part in zip(some, newton_schulz(stacked, rule.steps, dtype=rule.dtype).split(counts)):
-            update = part.view(one.weight.shape)
-            if begun:
-                one.weight.add_(update, alpha=-rate)
-            else:
-                fused.descend_(one.weight, update, rule.keep, rate)
+            one.weight.add_(part.view(one.weight.shape), alpha=-rate)
 
 
 def _batches(alike: Iterable[_Matrices]) -> Iterator[list[_Matrices]]:
