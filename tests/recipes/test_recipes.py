@@ -26,7 +26,7 @@ def test_every_recipe_is_a_run(name: str) -> None:
         assert stage.min_document <= stage.context
 
 
-LADDERS = ["nano", "small", "1b", "10b", "k3", "ladder", "stepladder"]
+LADDERS = ["nano", "small", "1b", "10b", "30b", "100b", "k3", "ladder", "stepladder"]
 
 
 @pytest.mark.parametrize("name", LADDERS)

@@ -4,6 +4,7 @@ perilune train nano
 perilune train nano seed=1 stages.0.tokens=200000 --out runs/short
 perilune train 1b_8k stages.0.micro_tokens=32768                       the same steps in parts, in less memory
 perilune train small_1m stages.0.recompute=blocks                      less again, computing activations twice
+perilune train 100b --rehearse                                         all its stages in small, on any machine
 perilune train --resume runs/demo                                      where it stopped, to the same bits
 perilune train --resume runs/demo stages.1.lr=2e-3 --out runs/lower    from there in a copy, at other rates
 torchrun --nproc-per-node 8 -m perilune train 1b                       the same on eight GPUs (docs/parallel.md)
@@ -78,6 +79,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how ranks share the work: context=N cuts rows over N of them, expert=N spreads experts, balanced=true",
     )
     parser.add_argument("--tensorboard", action="store_true", help="write what metrics.jsonl gets for TensorBoard too")
+    parser.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="two narrow layers, short contexts, two steps a stage, this machine's text",
+    )
     parser.add_argument("--print", action="store_true", dest="show", help="print the resolved recipe and stop")
 
 
@@ -115,14 +121,18 @@ def run(args: argparse.Namespace) -> int:
 def resolve(args: argparse.Namespace) -> "Run":
     """The run that is asked for: a recipe, or the one to go on with, with its changes."""
     from perilune import recipes
+    from perilune.recipes.rehearsal import rehearsal
     from perilune.train.folder import read_run
 
+    if args.rehearse and args.resume is not None:
+        raise ConfigError("--rehearse: expected a recipe, got a run to go on with; it is rehearsed or it is not")
     if args.resume is not None and (args.recipe is None or "=" in args.recipe):
         changes = [args.recipe, *args.changes] if args.recipe else []
         return read_run(run_of(args.resume)).override(changes)
     if args.recipe is None:
         raise ConfigError("the following arguments are required: recipe; see perilune train --help")
-    return recipes.get(args.recipe).override(args.changes)
+    recipe = recipes.get(args.recipe)
+    return (rehearsal(recipe) if args.rehearse else recipe).override(args.changes)
 
 
 def run_of(path: Path) -> Path:
@@ -153,7 +163,7 @@ def begin(args: argparse.Namespace, recipe: "Run", console: "Console", ranks: "R
     from perilune.train.lock import check_unclaimed
     from perilune.train.loop import Trainer
 
-    folder = args.out or Path("runs") / args.recipe
+    folder = args.out or Path("runs") / (args.recipe + "-rehearsal" * args.rehearse)
 
     def check() -> None:
         check_folder(folder, args.overwrite)
@@ -165,7 +175,7 @@ def begin(args: argparse.Namespace, recipe: "Run", console: "Console", ranks: "R
     with at_work(folder, ranks):
         ranks.from_first(lambda: start_folder(folder, recipe, args.overwrite))
         show_start(trainer, console)
-        typed = (args.recipe, *args.changes)
+        typed = (args.recipe, *args.changes, *["--rehearse"] * args.rehearse)
         return train(Session(folder, trainer, Checkpoints(folder, ranks), console, args.tensorboard, typed))
 
 

@@ -20,6 +20,8 @@ RECIPES: dict[str, Callable[[], Run]] = {
     **recipes("small", tokens=2.5e9, batch_tokens=131_072, lr=2e-3),
     **recipes("1b", tokens=2e10, batch_tokens=524_288, lr=1e-3),
     **recipes("10b", tokens=3e11, batch_tokens=4_194_304, lr=5e-4),
+    **recipes("30b", tokens=1e12, batch_tokens=8_388_608, lr=4e-4),
+    **recipes("100b", tokens=3e12, batch_tokens=16_777_216, lr=3e-4),
     **recipes("k3", tokens=1.5e13, batch_tokens=67_108_864, lr=2e-4),
     **ladder.RECIPES,
 }
