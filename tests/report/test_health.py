@@ -64,6 +64,11 @@ def spike(line, i, n):
     line["losses"]["next_token"] += 1.5 * (i == 150)
 
 
+def left_out(line, i, n):
+    if i == 150:
+        line["losses"]["next_token"], line["skipped"] = math.nan, "loss: expected a number, got nan"
+
+
 def rise(line, i, n):
     line["losses"]["next_token"] += 6 * max(0, i / n - 0.9)
 
@@ -139,6 +144,7 @@ def bits(value):
 CASES = [
     (each(nan_loss), "The loss is not a number", Level.BROKEN),
     (each(spike), "The loss spikes", Level.WATCH),
+    (each(left_out), "Steps were left out", Level.WATCH),
     (each(rise), "The loss rises at the end", Level.POOR),
     (each(gradient), "The gradient norm grows", Level.WATCH),
     (each(drift), "The experts' load drifts apart", Level.WATCH),
@@ -170,6 +176,19 @@ def test_a_rule_sees_what_it_is_for(tmp_path, healthy, harm, title, level):
         assert title not in titles(folder)
     harm(folder)
     assert title in titles(folder, level)
+
+
+@pytest.mark.parametrize("value", [math.nan, 9.0])
+def test_a_step_that_was_left_out_did_no_harm(tmp_path, healthy, value):
+    """Its loss is nothing that the model learned from: neither a spike of the run nor the end of it."""
+
+    def change(line, i, n):
+        if i == 150:
+            line["losses"]["next_token"], line["skipped"] = value, "loss"
+
+    folder = example_run.write(tmp_path / "run", {p.name: p.read_text() for p in healthy.iterdir()})
+    each(change)(folder)
+    assert titles(folder) == titles(healthy) | {"Steps were left out"}
 
 
 def test_a_healthy_run_is_called_healthy(healthy):

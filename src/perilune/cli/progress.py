@@ -38,10 +38,12 @@ def watching(console: Console, trainer: "Trainer") -> Iterator[Callable[["Progre
     first = trainer.steps_done
 
     def describe(progress: "Progress") -> str:
-        loss.add(progress.losses["next_token"])
+        if progress.skipped is None:  # else it may be no number
+            loss.add(progress.losses["next_token"])
         speed.add(progress.stage.batch_tokens / progress.seconds)
         stage = f"stage {progress.stage_number}/{progress.stages} {progress.stage.name}"
-        return f"{stage}  loss {loss.value:.3f}  {speed.value:,.0f} tokens/s"
+        left_out = f"  {trainer.guard.skipped} left out" if trainer.guard.skipped else ""
+        return f"{stage}  loss {loss.value:.3f}  {speed.value:,.0f} tokens/s{left_out}"
 
     if console.is_terminal:
         columns = (

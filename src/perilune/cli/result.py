@@ -23,6 +23,7 @@ def judge(trainer: "Trainer", model: "K3Model", folder: Path, console: "Console"
         "bits_per_byte": bits_per_byte(trainer, model, console),
         "expert_load": trainer.expert_load(),
         "tokens": trainer.tokens_done,
+        "skipped_steps": trainer.guard.skipped,
         "seed": trainer.run.seed,
         "seconds": seconds_trained(folder),
         "parameters": sum(p.numel() for p in trainer.model.parameters()),

@@ -13,7 +13,7 @@ from typing import Any
 from perilune.models.k3 import presets
 from perilune.recipes.joined import joined
 from perilune.recipes.long_context import SOURCES
-from perilune.train.config import DataConfig, OptimizerConfig, Run, Stage
+from perilune.train.config import DataConfig, GuardConfig, OptimizerConfig, Run, Stage
 
 MEMORY: dict[str, dict[str, Any]] = {
     "8k": {"micro_tokens": 65_536},
@@ -107,6 +107,7 @@ def _full(*, name: str, **stage: Any) -> Run:
         stages=(Stage(name=name, **stage, **MEMORY[name]),),
         data=DataConfig(sources=SOURCES, vocab_size=model.vocab_size),
         optimizer=OptimizerConfig(qk_clip_every=10),
+        guard=GuardConfig(width=10),
         precision="bfloat16",
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 from perilune.data.source import TextSource
 from perilune.models.k3 import presets
 from perilune.recipes.joined import joined
-from perilune.train.config import DataConfig, OptimizerConfig, Run, Stage
+from perilune.train.config import DataConfig, GuardConfig, OptimizerConfig, Run, Stage
 
 AT_ONCE = 65_536
 """Tokens of a micro-batch where contexts are no longer: all activations of `1b` for so many take 73 GiB.  Longer ones
@@ -85,5 +85,6 @@ def _run(preset: str, tokens: float, batch_tokens: int, lr: float, *, context: i
         ),
         data=DataConfig(sources=SOURCES, vocab_size=model.vocab_size),
         optimizer=OptimizerConfig(qk_clip_every=10),
+        guard=GuardConfig(width=10),
         precision="bfloat16",
     )  # fmt: skip

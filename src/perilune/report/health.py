@@ -70,7 +70,7 @@ def loss_finite(run: RunFiles) -> Finding | None:
     steps = run.steps
     if steps is None:
         return None
-    bad = ~np.isfinite(steps.next_token)
+    bad = ~np.isfinite(steps.next_token) & (steps.skipped == 0)
     if not bad.any():
         return Finding(
             Level.FINE, 0.05, "Every loss is a number", f"All {len(steps):,} steps have a finite loss.", "learning"
@@ -85,10 +85,11 @@ def loss_finite(run: RunFiles) -> Finding | None:
 
 def spikes(steps: Steps) -> list[tuple[int, float]]:
     """Steps whose loss leaps above the median of the 25 before them in their stage: by 0.3 nats and six times the usual
-    deviation.  (index, height in nats)."""
+    deviation.  Steps that were left out are none.  (index, height in nats)."""
     found: list[tuple[int, float]] = []
     for part in steps.parts:
-        values = np.where(np.isfinite(steps.next_token[part]), steps.next_token[part], math.nan)
+        counted = np.isfinite(steps.next_token[part]) & (steps.skipped[part] == 0)
+        values = np.where(counted, steps.next_token[part], math.nan)
         before = sliding_window_view(np.pad(values, (25, 0), constant_values=math.nan), 25)[: len(values)]
         judged = np.flatnonzero((np.isfinite(before).sum(1) >= 8) & np.isfinite(values))
         before = before[judged]
@@ -113,6 +114,18 @@ def loss_spikes(run: RunFiles) -> Finding | None:
     )
     level = Level.POOR if len(found) > 0.01 * len(run.steps) and height > 1 else Level.WATCH
     return Finding(level, min(1.0, height / 3), "The loss spikes", text, "learning")
+
+
+def left_out(run: RunFiles) -> Finding | None:
+    steps = run.steps
+    if steps is None or not (count := int(steps.skipped.sum())):
+        return None
+    text = (
+        f"{plural(count, 'step').capitalize()} of {len(steps):,} had a loss or gradient far above the ones before, and "
+        f"changed nothing; the last was step {steps.step[steps.skipped > 0][-1]:,.0f}."
+    )
+    level = Level.POOR if count > 0.01 * len(steps) else Level.WATCH
+    return Finding(level, min(1.0, 0.2 + 50 * count / len(steps)), "Steps were left out", text, "learning")
 
 
 def loss_trend(run: RunFiles) -> Finding | None:
@@ -495,6 +508,6 @@ def throughput(run: RunFiles) -> Finding | None:
 
 
 RULES: tuple[Callable[[RunFiles], Finding | None], ...] = (
-    loss_finite, loss_spikes, loss_trend, gradient, compressors, quality_trend, balance, dead_experts, depth_map,
-    memory, activation_growth, needle, blind_spot, other_tasks, position_loss, throughput,
+    loss_finite, loss_spikes, left_out, loss_trend, gradient, compressors, quality_trend, balance, dead_experts,
+    depth_map, memory, activation_growth, needle, blind_spot, other_tasks, position_loss, throughput,
 )  # fmt: skip

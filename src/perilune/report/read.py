@@ -52,6 +52,8 @@ class Steps:
     gini: Column
     max_violation: Column
     dead: Column
+    skipped: Column
+    """1 in a step that the guard left out, else 0."""
 
     def __len__(self) -> int:
         return len(self.stage)
@@ -315,6 +317,7 @@ def _step(line: dict[str, Any]) -> dict[str, Any]:
         "next_token": _number(losses, "next_token"),
         "mtp": _number(losses, "mtp"),
         "answers": _number(losses, "answers"),
+        "skipped": float(line.get("skipped") is not None),
         **{key: _number(line, key) for key in ("seconds", "lr", "grad_norm", "gini", "max_violation", "dead")},
     }
 

@@ -119,6 +119,30 @@ class OptimizerConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GuardConfig(Config):
+    """Which steps are left out because their loss or gradient is far from usual (`perilune.train.guard`)."""
+
+    width: float | None = None
+    """How far above the median of the last steps is too far, in spreads of theirs; 10 is wide.  None takes every
+    step, and ends the run at the first without a number."""
+    window: int = 100
+    """Steps that say what is usual: the last ones taken in the same stage."""
+    patience: int = 5
+    """Steps left out in a row that end the run."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.width is None or 0 < self.width < math.inf,
+            "width",
+            "a number above 0, or null",
+            self.width,
+            "10 is wide",
+        )
+        _at_least(self, 20, "window", advice="100 steps serve well")
+        _at_least(self, 1, "patience", advice="5 steps serve well")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run(Config):
     """Everything that decides a run's result on one machine."""
 
@@ -126,6 +150,7 @@ class Run(Config):
     stages: tuple[Stage, ...]
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     precision: Literal["float32", "bfloat16"] = "float32"
     """What matrix products compute in.  Weights, their gradients and the optimizer's state are float32 either way, and
     so is what a bfloat16 model computes wide (`torch.autocast`)."""

@@ -28,6 +28,7 @@ from perilune.train import state
 from perilune.train.checkpoint import Checkpoints
 from perilune.train.config import Run, Stage
 from perilune.train.feed import Feed
+from perilune.train.guard import Guard
 from perilune.train.host import Arrival
 from perilune.train.metrics import Metrics
 from perilune.train.micro_batches import cut, target_counts
@@ -36,7 +37,7 @@ from perilune.train.parallel.ranks import Ranks
 
 
 class Diverged(PeriluneError):
-    """The loss, or its gradient, is no number any more."""
+    """The loss, or its gradient, is no number any more, or was too far from usual in too many steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,8 @@ class Update:
     """By name, as computed; `next_token` in nats a token."""
     grad_norm: float
     """Of all gradients, as they came."""
+    skipped: str | None = None
+    """Why nothing was updated, where the guard left the step out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +81,8 @@ class Progress:
     lr: float
     seconds: float
     """Time the step took."""
+    skipped: str | None = None
+    """Why the guard left the step out; None where it did not."""
 
     def line(self) -> dict[str, Any]:
         """As `metrics.jsonl` keeps it."""
@@ -86,7 +91,8 @@ class Progress:
             "bias_drift",
         )  # fmt: skip
         values = {name: getattr(self, name) for name in names}
-        return {**values, "stage": self.stage.name, "seconds": round(self.seconds, 4)}
+        line = {**values, "stage": self.stage.name, "seconds": round(self.seconds, 4)}
+        return line if self.skipped is None else {**line, "skipped": self.skipped}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,8 +166,9 @@ class Trainer:
             self.pool = StatisticsPool(self.balancers.values(), self.ranks.tokens)
         self._loads = {name: LoadWindow(run.load_window) for name in self.balancers}
         self._bias_drift = dict.fromkeys(self.balancers, 0.0)
-        self._arriving: deque[_Balance] = deque()
-        """Of steps that are not in `_loads` yet."""
+        self._arriving: deque[_Balance | None] = deque()
+        """Of steps that are not in `_loads` yet; None of one that was left out."""
+        self.guard = Guard(run.guard)
         self.ahead = self.device.type == "cuda"
         """Whether a step is begun before the line of the step before is made: the device then never waits for that."""
         self._ends = list(itertools.accumulate(stage.steps for stage in run.stages))
@@ -244,6 +251,7 @@ class Trainer:
             if stage_ended:
                 at_stage_end(stage)
                 self.feed.begin(self.stage)
+                self.guard.begin()
             if checkpoints and due:
                 if metrics is not None:
                     metrics.sync()
@@ -279,6 +287,7 @@ class Trainer:
                 bias_drift=max(self._bias_drift.values(), default=0.0),
                 lr=lr,
                 seconds=now - since,
+                skipped=update.skipped,
             )
 
         return figures
@@ -287,6 +296,9 @@ class Trainer:
         """Waits for what steps did to the experts' balance, all but the last `leaving`, and takes it up."""
         while len(self._arriving) > leaving:
             balance = self._arriving.popleft()
+            if balance is None:
+                self._bias_drift = dict.fromkeys(self.balancers, 0.0)
+                continue
             before, after = balance.biases.tensor().chunk(2)
             for name, own, old, new in zip(self.balancers, balance.loads.tensor(), before, after):
                 self._loads[name].add(own)
@@ -295,7 +307,9 @@ class Trainer:
     def step(self, batch: Batch) -> Update:
         """One optimizer step, in micro-batches where the stage asks for them.
 
-        Raises Diverged where the loss or its gradient is no number, ConfigError where a document of the batch is longer
+        A step that the guard leaves out counts, its batch is read, and nothing else changes.
+        Raises Diverged where the loss or its gradient is no number (under a guard, where it has left out as many steps
+        in a row as it may), ConfigError where a document of the batch is longer
         than a micro-batch may be or the device's memory too small; either leaves model and optimizer as they were.
         """
         tokens = self.tokens_done + batch.size
@@ -313,11 +327,15 @@ class Trainer:
             if isinstance(error, torch.OutOfMemoryError):
                 raise ConfigError(self._too_large(parts)) from error
             raise
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        if clipping:
-            self._clip_logits()
-        self._balance()
+        if update.skipped is None:
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            if clipping:
+                self._clip_logits()
+            self._balance()
+        else:
+            self._discard()
+            self._arriving.append(None)
         self.steps_done += 1
         self.tokens_done = tokens
         return update
@@ -378,19 +396,21 @@ class Trainer:
             )
 
     def _checked(self, losses: dict[str, Tensor], tokens: int) -> Update:
-        """The step's figures, in one transfer; raises Diverged unless the loss and its gradient are numbers.
+        """The step's figures, in one transfer, and the guard's word on them; raises Diverged as `step` says.
 
         The one place in a step where the host waits for a device: an update that is not wanted cannot be undone.  It
         costs a launch's delay, for what follows is few and large."""
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
         grad_norm, loss, *others = Arrival(self.ranks.figures(grads, list(losses.values()))).tensor().tolist()
-        for what, value in (("loss", loss), ("gradient norm", grad_norm)):
-            if not math.isfinite(value):
-                raise Diverged(
-                    f"{what}: expected a number, got {value} at step {self.steps_done + 1} "
-                    f"(stage {self.stage.name}, tokens {self.tokens_done:,} to {tokens:,}); lower the learning rate"
-                )
-        return Update(losses=dict(zip(list(losses)[1:], others)), grad_norm=grad_norm)
+        judged = {"loss": loss, "gradient norm": grad_norm}
+        skipped = self.guard.judge(judged)
+        where = f"at step {self.steps_done + 1} (stage {self.stage.name}, tokens {self.tokens_done:,} to {tokens:,})"
+        if skipped is not None and self.guard.spent:
+            raise Diverged(f"{skipped} {where}, number {self.guard.in_a_row} in a row; lower the learning rate")
+        for what, value in judged.items():
+            if skipped is None and not math.isfinite(value):
+                raise Diverged(f"{what}: expected a number, got {value} {where}; lower the learning rate")
+        return Update(losses=dict(zip(list(losses)[1:], others)), grad_norm=grad_norm, skipped=skipped)
 
     @record_function("balance")
     def _balance(self) -> None:

@@ -33,7 +33,7 @@ TENSORS = "training.safetensors"
 VALUES = "training.json"
 FORMAT = 1
 CHANGEABLE = re.compile(
-    r"stages\.\d+\.(lr|lr_end|warmup|micro_tokens|recompute)|optimizer\.\w+|checkpoint_every"
+    r"stages\.\d+\.(lr|lr_end|warmup|micro_tokens|recompute)|optimizer\.\w+|guard\.\w+|checkpoint_every"
     r"|data\.sources\.[^.]+\.path"
 )
 """Keys of a run's configuration that may have changed since the checkpoint: what it holds goes on to fit."""
@@ -70,6 +70,7 @@ def _write_rest(trainer: "Trainer", tensors: dict[str, Tensor], folder: Path) ->
             "tokens": trainer.tokens_done,
             "stage": trainer.stage.name,
             "feed": trainer.feed.state_dict(),
+            "guard": trainer.guard.state_dict(),
             "run": trainer.run.to_dict(),
         },
     )
@@ -96,6 +97,7 @@ def restore(trainer: "Trainer", folder: Path) -> None:
     trainer.steps_done, trainer.tokens_done = values["step"], values["tokens"]
     trainer.feed.begin(trainer.stage)
     trainer.feed.load_state_dict(values["feed"])
+    trainer.guard.load_state_dict(values.get("guard", {}))
 
 
 def starting_point(run: Run) -> Path | None:
@@ -197,7 +199,7 @@ def _check_run(folder: Path, values: dict[str, Any], run: Run) -> None:
     if fixed := {key: pair for key, pair in found.items() if not CHANGEABLE.fullmatch(key)}:
         raise CheckpointError(
             f"{folder}: expected a checkpoint of this run, got one with {spell(fixed)}; "
-            "only rates, the optimizer's options, micro_tokens and recompute may change under way"
+            "only rates, options of optimizer and guard, micro_tokens and recompute may change under way"
         )
     if found:
         log.warning("%s: from here on %s", folder, spell(found, most=len(found)))
