@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from perilune.core.errors import ConfigError, DataError
 from perilune.core.text import has_half_pair
+from perilune.data.duplicates import NearDuplicates
 from perilune.data.filters import reason_to_drop
 from perilune.data.shards import find_files, is_shard, read_shard
 
@@ -101,16 +102,19 @@ class Corpus:
         return sorted(self.train, key=lambda document: _place(document.name))
 
 
-def standard_library(held_out: float = 0.05, root: Path | None = None, *, clean: bool = False) -> Corpus:
+def standard_library(
+    held_out: float = 0.05, root: Path | None = None, *, clean: bool = False, near_duplicates: float | None = None
+) -> Corpus:
     """The sources of the running Python's own library, without its tests: real, long, licensed, always there.
 
-    About 12 MB.  `held_out` is the share of files to hold out; `root` stands in for the library's folder; `clean` as in
-    `text_files`.  What an installation writes about its own build is left out, so that one release of Python gives much
-    the same corpus on every machine; distributions leave out a package here and there.
+    About 12 MB.  `held_out` is the share of files to hold out; `root` stands in for the library's folder; `clean` and
+    `near_duplicates` as in `text_files`.  What an installation writes about its own build is left out, so that one
+    release of Python gives much the same corpus on every machine; distributions leave out a package here and there.
     Raises DataError where the library is missing or cut down (as Debian's python3-minimal is).
     """
     root = Path(sysconfig.get_path("stdlib")) if root is None else Path(root)
-    corpus = _read("standard_library", find_files(root, "*.py", _NOT_LIBRARY), held_out, clean=clean)
+    files = find_files(root, "*.py", _NOT_LIBRARY)
+    corpus = _read("standard_library", files, held_out, clean=clean, near=near_duplicates)
     size = corpus.train_bytes + corpus.held_out_bytes
     if size < _SMALLEST_LIBRARY:
         raise DataError(
@@ -121,18 +125,25 @@ def standard_library(held_out: float = 0.05, root: Path | None = None, *, clean:
 
 
 def text_files(
-    path: str | Path, pattern: str = "*.txt", held_out: float = 0.05, *, text_key: str = "text", clean: bool = False
+    path: str | Path,
+    pattern: str = "*.txt",
+    held_out: float = 0.05,
+    *,
+    text_key: str = "text",
+    clean: bool = False,
+    near_duplicates: float | None = None,
 ) -> Corpus:
     """The file `path`, or the files below the folder `path`, at any depth, whose names match `pattern`.
 
     `*.jsonl`, `*.jsonl.gz` and `*.parquet` are shards with many documents in the field or column `text_key`; any other
     file is a document.  About a share `held_out` of all documents is held out.  Where hashes would leave nothing to
     learn from or to be judged on, the document next to the limit changes sides; a single one is cut at a line end
-    instead, its last part held out.  `clean` leaves out what `filters.reason_to_drop` finds to be no text.
+    instead, its last part held out.  `clean` leaves out what `filters.reason_to_drop` finds to be no text,
+    `near_duplicates` what is so similar to a document before it, on either side (`duplicates.NearDuplicates`).
     Raises DataError if there is no such folder, no such file with text in it, or a shard that cannot be read; a file of
     text that cannot be read is noted in `skipped`.
     """
-    corpus = _read(str(path), local_files(path, pattern), held_out, text_key, clean)
+    corpus = _read(str(path), local_files(path, pattern), held_out, text_key, clean, near_duplicates)
     if not corpus.train and not corpus.held_out:
         reasons = f" ({len(corpus.skipped)} skipped, {corpus.skipped[0]})" if corpus.skipped else ""
         raise DataError(f"{path}: expected at least one document with text, found none{reasons}; put UTF-8 text there")
@@ -153,14 +164,20 @@ def local_files(path: str | Path, pattern: str) -> list[tuple[str, Path]]:
 
 
 def _read(
-    name: str, files: list[tuple[str, Path]], held_out: float, text_key: str = "text", clean: bool = False
+    name: str,
+    files: list[tuple[str, Path]],
+    held_out: float,
+    text_key: str = "text",
+    clean: bool = False,
+    near: float | None = None,
 ) -> Corpus:
     if not 0 <= held_out < 1:
         raise ConfigError(
             f"held_out: expected a share from 0 to below 1, got {held_out}; 0.05 holds out one file in 20"
         )
     skipped: list[str] = []
-    placed = list(_documents(files, text_key, clean, skipped))
+    kept = None if near is None else NearDuplicates(near)
+    placed = list(_documents(files, text_key, clean, kept, skipped))
     if skipped:
         log.info(f"{name}: {len(skipped)} of {len(placed) + len(skipped)} documents skipped ({'; '.join(skipped[:3])})")
     train, judged = _split(placed, held_out)
@@ -168,13 +185,15 @@ def _read(
 
 
 def _documents(
-    files: list[tuple[str, Path]], text_key: str, clean: bool, skipped: list[str]
+    files: list[tuple[str, Path]], text_key: str, clean: bool, kept: NearDuplicates | None, skipped: list[str]
 ) -> Iterator[tuple[Document, float]]:
     """Every text once, with its place in the split; `skipped` gains a line for every document passed over."""
     seen: dict[str, str] = {}
     for name, text, key in _texts(files, text_key, skipped):
         # A copy of a document on the other side of the split would be an answer learned by heart.
         reason = f"the same text as {seen[text]}" if text in seen else reason_to_skip(text, clean)
+        if not reason and kept is not None and (other := kept.keep(name, text)):
+            reason = f"nearly the text of {other}"
         if reason:
             skipped.append(f"{name}: {reason}")
             continue

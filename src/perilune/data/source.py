@@ -41,6 +41,9 @@ class TextSource(Config):
     """Read shards block by block instead of holding them in memory; what comes from the Hub always is."""
     clean: bool = False
     """Leave out what is no text: cut files, binary blobs, machine logs, endless repetition (`data.filters`)."""
+    near_duplicates: float | None = None
+    """Leave out documents that are almost an earlier one: from this similarity on, 0.8 is usual (`data.duplicates`).
+    Of text in memory; what is streamed is prepared once (`perilune prepare`)."""
 
     def __post_init__(self) -> None:
         require(bool(self.path), "path", "a folder, a file or a dataset", "nothing", f"{STANDARD_LIBRARY} is built in")
@@ -54,6 +57,12 @@ class TextSource(Config):
         )
         for name in ("pattern", "text_key", "split"):
             require(bool(getattr(self, name)), name, "a name", "nothing", "leave it out for the usual one")
+        near = self.near_duplicates
+        require(near is None or 0 < near <= 1, "near_duplicates", "a similarity above 0, up to 1", near, "0.8 is usual")
+        require(
+            near is None or not (self.streamed or self.from_hub),
+            "near_duplicates", "null for a stream, which remembers no text", near, "see perilune prepare",
+        )  # fmt: skip
         # What would be ignored is a mistake.
         for name in ("subset", "split", "revision"):
             self._default_unless(self.from_hub, name, f"a dataset of the Hub ({HUB}OWNER/NAME)")
@@ -91,5 +100,12 @@ def open_source(source: TextSource) -> "Corpus | StreamedCorpus":
     from perilune.data.corpus import standard_library, text_files
 
     if source.path == STANDARD_LIBRARY:
-        return standard_library(source.held_out, clean=source.clean)
-    return text_files(source.path, source.pattern, source.held_out, text_key=source.text_key, clean=source.clean)
+        return standard_library(source.held_out, clean=source.clean, near_duplicates=source.near_duplicates)
+    return text_files(
+        source.path,
+        source.pattern,
+        source.held_out,
+        text_key=source.text_key,
+        clean=source.clean,
+        near_duplicates=source.near_duplicates,
+    )
