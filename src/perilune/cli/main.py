@@ -15,6 +15,7 @@ from perilune.core.text import has_half_pair
 
 VERBS = {  # verb: its one line of help; each is a module beside this one
     "train": "train a recipe; a run folder keeps everything it made",
+    "prepare": "text made ready to be streamed: without copies, near copies and what is no text",
     "eval": "held-out bits per byte of a trained model, and what it makes of long texts",
     "generate": "continue a prompt with a trained model",
     "chat": "write a text in turns with a trained model",
