@@ -80,6 +80,8 @@ LAYOUTS = {
         {"context": 2},
         {"expert": 2},
         {"in_parts": True},
+        {"pipeline": 2},
+        {"pipeline": 2, "in_parts": True, "recompute": "sublayers"},
         {"context": 2, "expert": 2, "balanced": True, "recompute": "layers"},
     ],
     4: [
@@ -88,6 +90,9 @@ LAYOUTS = {
         {"context": 2},
         {"expert": 2},
         {"context": 2, "expert": 4, "balanced": True},
+        {"pipeline": 2, "in_parts": True},
+        {"pipeline": 2, "expert": 2, "balanced": True},
+        {"pipeline": 2, "context": 2, "expert": 2, "in_parts": True, "recompute": "blocks"},
     ],
 }
 

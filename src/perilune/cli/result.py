@@ -26,7 +26,7 @@ def judge(trainer: "Trainer", model: "K3Model", folder: Path, console: "Console"
         "skipped_steps": trainer.guard.skipped,
         "seed": trainer.run.seed,
         "seconds": seconds_trained(folder),
-        "parameters": sum(p.numel() for p in trainer.model.parameters()),
+        "parameters": trainer.parameters,
         "machine": machine(trainer),
         "long_context": long_context(trainer, model, console),
         "samples": samples(trainer, model, console),

@@ -76,7 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="key=value",
-        help="how ranks share the work: context=N cuts rows over N of them, expert=N spreads experts, balanced=true",
+        help="how ranks share the work: context=N cuts rows over N of them, expert=N spreads experts, balanced=true, "
+        "pipeline=N lays layers out in N stages",
     )
     parser.add_argument("--tensorboard", action="store_true", help="write what metrics.jsonl gets for TensorBoard too")
     parser.add_argument(
@@ -441,9 +442,8 @@ def show_start(trainer: "Trainer", console: "Console") -> None:
         if corpus.skipped:
             count, example = len(corpus.skipped), corpus.skipped[0]
             console.print(f"{name}: {count:,} left out, such as {example}", markup=False, soft_wrap=True)
-    parameters = sum(p.numel() for p in trainer.model.parameters())
     console.print(
-        f"{trainer.feed.tokenizer.vocab_size:,} tokens in the vocabulary; {human(parameters)} parameters"
+        f"{trainer.feed.tokenizer.vocab_size:,} tokens in the vocabulary; {human(trainer.parameters)} parameters"
         + (f"; {trainer.ranks.size} ranks" if trainer.ranks.size > 1 else ""),
         soft_wrap=True,
     )

@@ -5,7 +5,7 @@ import math
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,9 @@ from perilune.core.errors import ConfigError, PeriluneError
 from perilune.data.packing import Batch
 from perilune.data.tokenizer import ByteBPE
 from perilune.models.k3 import K3Model, K3Output
-from perilune.models.k3.parallel import shard_, whole_copy
-from perilune.nn import StatisticsPool, update_balancers
+from perilune.models.k3.parallel import shard_, whole_copy, whole_state
+from perilune.models.k3.stages import keep_stage_, stages_of
+from perilune.nn import Balancer, DepthStream, StatisticsPool, update_balancers
 from perilune.nn.load import LoadWindow, bias_drift, dead_experts, layer_load, worst
 from perilune.ops.upload import on_device
 from perilune.optim import PerHeadMuon, qk_clip_
@@ -33,6 +34,7 @@ from perilune.train.host import Arrival
 from perilune.train.metrics import Metrics
 from perilune.train.micro_batches import cut, target_counts
 from perilune.train.parallel.feed import Part, SharedFeed, check_rule
+from perilune.train.parallel.pipeline import Pipeline
 from perilune.train.parallel.ranks import Ranks
 
 
@@ -102,7 +104,7 @@ class _Balance:
     loads: Arrival
     """[layers, E]"""
     biases: Arrival
-    """[2 layers, E], all before the step, then all after it"""
+    """[2, layers, E], all before the step, then all after it"""
 
 
 class Trainer:
@@ -131,9 +133,15 @@ class Trainer:
         self.mixed = run.precision == "bfloat16"
         torch.manual_seed(run.seed)
         self.model = K3Model(run.model)  # first: what is wrong with it shows before the text is read
+        self.parameters = sum(p.numel() for p in self.model.parameters())
+        """How many numbers the model learns, in all stages."""
+        routers = list(self.model.balancers())
         if self.ranks.flat_mesh is not None:
             check_rule(run.model.balance.kind)
-            self.ranks.layout.check(self.ranks.size, run.model.num_experts)
+            self.ranks.layout.check(self.ranks.size, run.model.num_experts, run.model.num_hidden_layers)
+            if self.ranks.stages > 1:
+                cut_up = stages_of(run.model, self.ranks.stages, max(stage.context for stage in run.stages))
+                keep_stage_(self.model, cut_up[self.ranks.stage])
             balanced = self.ranks.layout.balanced
             shard_(self.model, self.ranks.flat_mesh, self.ranks.expert_mesh, balanced=balanced)
         self.model.to(self.device)
@@ -164,8 +172,9 @@ class Trainer:
         """Sums what balancers observed over the ranks that train on other tokens; None where this process is alone."""
         if self.ranks.tokens is not None:
             self.pool = StatisticsPool(self.balancers.values(), self.ranks.tokens)
-        self._loads = {name: LoadWindow(run.load_window) for name in self.balancers}
-        self._bias_drift = dict.fromkeys(self.balancers, 0.0)
+        self.pipeline = Pipeline(self.model, self.ranks, self.device, routers) if self.ranks.stages > 1 else None
+        self._loads = {name: LoadWindow(run.load_window) for name in routers}
+        self._bias_drift = dict.fromkeys(routers, 0.0)
         self._arriving: deque[_Balance | None] = deque()
         """Of steps that are not in `_loads` yet; None of one that was left out."""
         self.guard = Guard(run.guard)
@@ -281,7 +290,7 @@ class Trainer:
                 grad_norm=update.grad_norm,
                 gini=load["gini"],
                 max_violation=load["max_violation"],
-                dead=load["dead_experts"] / max(sum(b.num_experts for b in self.balancers.values()), 1),
+                dead=load["dead_experts"] / max(len(self._loads) * self.run.model.num_experts, 1),
                 worst_dead=load["worst_dead"],
                 worst_layer=load["worst_layer"],
                 bias_drift=max(self._bias_drift.values(), default=0.0),
@@ -297,10 +306,10 @@ class Trainer:
         while len(self._arriving) > leaving:
             balance = self._arriving.popleft()
             if balance is None:
-                self._bias_drift = dict.fromkeys(self.balancers, 0.0)
+                self._bias_drift = dict.fromkeys(self._loads, 0.0)
                 continue
-            before, after = balance.biases.tensor().chunk(2)
-            for name, own, old, new in zip(self.balancers, balance.loads.tensor(), before, after):
+            before, after = balance.biases.tensor()
+            for name, own, old, new in zip(self._loads, balance.loads.tensor(), before, after):
                 self._loads[name].add(own)
                 self._bias_drift[name] = bias_drift(old, new)
 
@@ -373,6 +382,8 @@ class Trainer:
     def _accumulate(self, parts: list[Batch], whole: dict[str, list[int]] | None) -> dict[str, Tensor]:
         """The step's gradients, summed over its parts in the parameters' own precision; its losses, the one that is
         minimised first."""
+        if self.pipeline is not None:
+            return self.pipeline.accumulate(parts, lambda part, stream: self._pass(part, whole, stream))
         sums: dict[str, Tensor] = {}
         for part in parts:
             output = self._pass(part, whole)
@@ -382,7 +393,9 @@ class Trainer:
                 sums[name] = sums[name] + loss if name in sums else loss
         return sums
 
-    def _pass(self, batch: Batch, whole: dict[str, list[int]] | None) -> K3Output:
+    def _pass(
+        self, batch: Batch, whole: dict[str, list[int]] | None, stream: DepthStream | None = None
+    ) -> K3Output:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.mixed):
             return self.model(
                 on_device(batch.input_ids, self.device),
@@ -393,6 +406,7 @@ class Trainer:
                 group=self.ranks.context,
                 mean_over=self.ranks.tokens,
                 padding=batch.padding,
+                stream=stream,
             )
 
     def _checked(self, losses: dict[str, Tensor], tokens: int) -> Update:
@@ -400,7 +414,8 @@ class Trainer:
 
         The one place in a step where the host waits for a device: an update that is not wanted cannot be undone.  It
         costs a launch's delay, for what follows is few and large."""
-        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        params = self.model.parameters() if self.pipeline is None else self.pipeline.parameters()
+        grads = [p.grad for p in params if p.grad is not None]
         grad_norm, loss, *others = Arrival(self.ranks.figures(grads, list(losses.values()))).tensor().tolist()
         judged = {"loss": loss, "gradient norm": grad_norm}
         skipped = self.guard.judge(judged)
@@ -415,16 +430,19 @@ class Trainer:
     @record_function("balance")
     def _balance(self) -> None:
         """Moves the selection biases by what all ranks observed; sends them and the loads to the host, all at once."""
-        if not self.balancers:
+        if not self._loads:
             return
         balancers = self.balancers.values()
         if self.pool is not None:
             self.pool.sum_()
-        before = torch.stack([balancer.bias for balancer in balancers])
+        biases = _biases(balancers)
         update_balancers(balancers)
-        after = torch.stack([balancer.bias for balancer in balancers])
-        loads = Arrival(torch.stack([balancer.loads for balancer in balancers]))
-        self._arriving.append(_Balance(loads=loads, biases=Arrival(torch.cat([before, after]))))
+        biases += _biases(balancers)
+        if self.pipeline is not None:
+            loads, moved = self.pipeline.of_all_layers(balancers, biases)
+        else:
+            loads, moved = torch.stack([balancer.loads for balancer in balancers]), torch.stack(biases)
+        self._arriving.append(_Balance(loads=Arrival(loads), biases=Arrival(moved.unflatten(0, (2, -1)))))
 
     def _discard(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -516,4 +534,11 @@ class Trainer:
         itself, else a copy."""
         if self.ranks.mesh is None:
             return self.model
-        return whole_copy(self.model, self.ranks.first, self.device)
+        state = self.ranks.to_first(whole_state(self.model, self.ranks.leads))
+        return whole_copy(self.model, state, self.device) if self.ranks.first else None
+
+
+def _biases(balancers: Iterable[Balancer]) -> list[Tensor]:
+    """As they are now, copied in one go."""
+    biases = [balancer.bias for balancer in balancers]
+    return list(torch.stack(biases).unbind()) if biases else []

@@ -52,6 +52,7 @@ def write(trainer: "Trainer", folder: Path) -> None:
         _write_rest(trainer, tensors, folder)
         return
     parts = {name: tensors.pop(name) for name, _ in _optimizer_tensors(trainer)}
+    tensors |= ranks.to_first({name: tensor for name, tensor in tensors.items() if name.startswith("balancer/")})
     ranks.from_first(lambda: _write_rest(trainer, tensors, folder))
     write_parts(model_tensors(trainer.model) | parts, folder, ranks)
 
@@ -169,7 +170,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 def _fill_optimizer(trainer: "Trainer", folder: Path, stored: dict[str, Tensor]) -> None:
     own = dict(_optimizer_tensors(trainer))
     parted = in_parts(folder)
-    if odd := own.keys() ^ {name for name in (names_in(folder) if parted else stored) if name.startswith("optimizer/")}:
+    if odd := trainer.ranks.names(own) ^ {name for name in (names_in(folder) if parted else stored) if name.startswith("optimizer/")}:
         raise CheckpointError(
             f"{folder / TENSORS}: expected the state of the same optimizer, got another ({min(odd)}); "
             "go on with the version that wrote it"

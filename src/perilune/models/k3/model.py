@@ -40,6 +40,8 @@ class K3Output:
     """Its unweighted parts, for the record: `next_token`; `answers` where some were given; `mtp` and `balance` where
     the model has them."""
     cache: HybridCache | None = None
+    stream: DepthStream | None = None
+    """What the next stage goes on from, and nothing else, where the model is a pipeline's stage before the last."""
 
 
 class Backbone(nn.Module):
@@ -58,6 +60,13 @@ class Backbone(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mtp = nn.ModuleList(MTPLayer(config) for _ in range(config.num_nextn_predict_layers))
         self.recompute: Recompute = "none"
+        self.stage = range(config.num_hidden_layers)
+        """Which layers are here: all, or those of a pipeline's stage (`perilune.models.k3.stages`)."""
+
+    @property
+    def ends(self) -> bool:
+        """Whether the last layer is here, and what comes after it."""
+        return self.stage.stop == len(self.layers)
 
     def forward(
         self,
@@ -66,25 +75,29 @@ class Backbone(nn.Module):
         cu_seqlens: Sequence[int] | None,
         mask: Tensor | None = None,
         group: "dist.ProcessGroup | None" = None,
-    ) -> Tensor:
-        """The features before the last norm: [B, T] to [B, T, D]."""
-        stream = DepthStream(self.embed_tokens(input_ids), self.period)
+        stream: DepthStream | None = None,
+    ) -> Tensor | DepthStream:
+        """The features before the last norm: [B, T] to [B, T, D].  A pipeline's stage takes up the `stream` of the one
+        before it; all but the last give theirs."""
+        if stream is None:
+            stream = DepthStream(self.embed_tokens(input_ids), self.period)
         if self.training and self.recompute != "none":
             climb = self._climb if self.recompute != "blocks" else self._climb_by_sublayers
             for first, last in itertools.pairwise(self._stretches()):
                 sources = recomputed(climb, first, last, cu_seqlens, mask, group, *stream.sources)
                 stream = DepthStream.resume(sources, self.period, last)
         else:
-            for i, layer in enumerate(self.layers):
+            for i in self.stage:
                 past = None if cache is None else cache.layers[i]
-                layer(stream, cache=past, cu_seqlens=cu_seqlens, mask=mask, group=group)
-        return stream.mixed(self.output_attn_res)
+                self.layers[i](stream, cache=past, cu_seqlens=cu_seqlens, mask=mask, group=group)
+        return stream.mixed(self.output_attn_res) if self.ends else stream
 
     def _stretches(self) -> list[int]:
         """Where stretches of sublayers begin that are recomputed together, and the end."""
         block = max(self.period or 1, 2)  # blocks of one sublayer are recomputed as layers
         size = {"sublayers": 1, "layers": 2, "blocks": block}[self.recompute]
-        return [*range(0, 2 * len(self.layers), size), 2 * len(self.layers)]
+        first, last = 2 * self.stage.start, 2 * self.stage.stop
+        return [first, *range((first // size + 1) * size, last, size), last]
 
     def _climb(
         self,
@@ -153,6 +166,7 @@ class K3Model(nn.Module):
         group: "dist.ProcessGroup | None" = None,
         mean_over: "dist.ProcessGroup | None" = None,
         padding: int = 0,
+        stream: DepthStream | None = None,
     ) -> K3Output:
         """`input_ids: [B, T]`.
 
@@ -171,6 +185,7 @@ class K3Model(nn.Module):
             them.
         mean_over: `group` if left out; or a process group whose ranks have documents of their own, perhaps none: losses
             are means over the targets of all, each rank has its own targets' part, and parts and gradients add up.
+        stream: of a pipeline's stage but the first, what the one before it gave for these `input_ids`.
         """
         if input_ids.dim() != 2:
             raise ShapeError(f"input_ids: expected [B, T], got {list(input_ids.shape)}; add a batch axis")
@@ -199,7 +214,9 @@ class K3Model(nn.Module):
         cu = boundaries(cu_seqlens, B, T * ranks)
         if padding:
             real = (torch.arange(T, device=input_ids.device) < T * (ranks - rank) - padding).expand(B, T)
-        h = self.model(input_ids, cache, cu, real, group)
+        h = self.model(input_ids, cache, cu, real, group, stream)
+        if isinstance(h, DepthStream):
+            return K3Output(stream=h)
         features = self.model.norm(h, dtype_for_products(h))
         output = K3Output(cache=cache)
         if targets is None:

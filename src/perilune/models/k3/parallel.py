@@ -69,11 +69,8 @@ def whole_state(model: K3Model, keep: bool) -> dict[str, Tensor]:
     return state
 
 
-def whole_copy(model: K3Model, keep: bool, device: torch.device | str = "cpu") -> K3Model | None:
-    """The model in one piece where `keep` is True, in its mode; None elsewhere.  Every rank has to call it."""
-    state = whole_state(model, keep)
-    if not keep:
-        return None
+def whole_copy(model: K3Model, state: dict[str, Tensor], device: torch.device | str = "cpu") -> K3Model:
+    """The model in one piece, in its mode, of its `whole_state` (that of all its stages, if it has several)."""
     with torch.random.fork_rng(devices=[]):
         copy = K3Model(model.config)
     copy.load_state_dict(state)

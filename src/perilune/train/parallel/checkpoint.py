@@ -53,14 +53,16 @@ def read_parts(tensors: dict[str, Tensor], folder: Path, ranks: "Ranks") -> None
     try:
         reader = dcp.HuggingFaceStorageReader(str(folder))
         there = reader.read_metadata().state_dict_metadata
-        for name, tensor in tensors.items():
-            if name not in there or there[name].size != tensor.shape:  # type: ignore[union-attr]
-                got = list(there[name].size) if name in there else "none"  # type: ignore[union-attr]
-                raise CheckpointError(
-                    f"{folder}: expected {name} of shape {list(tensor.shape)}, got {got}; it is of another run"
-                )
+        with ranks.agreeing():
+            for name, tensor in tensors.items():
+                if name not in there or there[name].size != tensor.shape:  # type: ignore[union-attr]
+                    got = list(there[name].size) if name in there else "none"  # type: ignore[union-attr]
+                    raise CheckpointError(
+                        f"{folder}: expected {name} of shape {list(tensor.shape)}, got {got}; it is of another run"
+                    )
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is what is meant
+            warnings.filterwarnings("ignore", "Detected mismatched keys")  # stages have layers of their own
             dcp.load(dict(tensors), storage_reader=reader, process_group=ranks.control, no_dist=ranks.mesh is None)
     except CheckpointException as error:
         raise CheckpointError(f"{folder}: expected to read every part, got {_reason(error)}; is it damaged?") from error
@@ -86,7 +88,8 @@ def load_weights(model: K3Model, folder: Path, ranks: "Ranks") -> None:
         load_into(model, folder)
     else:
         state: dict[str, Any] = ranks.only_first(lambda: _read_whole(model.config, folder)) or {}
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        one = ranks.stages == 1  # a stage lacks the others' parameters; what was read whole lacks none
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=one)
         set_model_state_dict(model, state, options=options)
 
 

@@ -62,18 +62,18 @@ class SharedFeed:
 
     def next(self) -> Batch:
         """This rank's part of the next batch."""
-        context, micro = self.ranks.layout.context, self._micro_tokens
+        context, micro, stages = self.ranks.layout.context, self._micro_tokens, self.ranks.stages
 
         def parts() -> list[Part]:
             batch = self.feed.next()
-            rows = dealt(batch, self.ranks.size // context)
+            rows = dealt(batch, self.ranks.size // (context * stages))
             whole = [shard for row in rows for shard in shards(row, context)]
             passes = in_passes(rows, None if micro is None else micro * context)
             if len(passes[0]) == 1:
-                return whole
+                return whole * stages  # one stage's ranks after the other's
             own = [shard for row in passes for shard in zip(*(shards(part, context) for part in row))]
             targets = target_counts(batch, self._further)
-            return [replace(part, parts=each, targets=targets) for part, each in zip(whole, own)]
+            return [replace(part, parts=each, targets=targets) for part, each in zip(whole, own)] * stages
 
         return self.ranks.scatter(parts)
 

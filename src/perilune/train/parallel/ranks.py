@@ -6,7 +6,7 @@ the host, which waits long enough for rank 0 to read a corpus or to judge a mode
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -29,38 +29,61 @@ PATIENCE = timedelta(hours=24)
 class Ranks:
     """`Ranks()` is this process alone; `Ranks("cpu")`, or "cuda", is all processes of the default group, laid out.
 
-    mesh: dimensions "dp", whose ranks have documents of their own, and "cp", over whose ranks rows are cut.
-    expert_mesh: the same ranks otherwise, "ep" over whose neighbours experts are spread, "dp_shard" the rest.
+    mesh: dimensions "pp", the stages of a pipeline, "dp", whose ranks have documents of their own, and "cp", over whose
+        ranks rows are cut.
+    flat_mesh: the ranks of this one's stage in one dimension, "dp_cp".
+    expert_mesh: the same otherwise, "ep" over whose neighbours experts are spread, "dp_shard" the rest.
     """
 
     def __init__(self, kind: str | None = None, layout: Layout | None = None) -> None:
         self.layout = layout or Layout()
         self.size, self.rank = 1, 0
+        self.stages, self.stage = 1, 0
+        """How many a pipeline has, and which of them this rank is in."""
         self.mesh: DeviceMesh | None = None
         self.flat_mesh: DeviceMesh | None = None
         self.expert_mesh: DeviceMesh | None = None
         self.control: dist.ProcessGroup | None = None
         self.tokens: dist.ProcessGroup | None = None
-        """All ranks that have different tokens; None where this process is alone."""
+        """All ranks that have different tokens, those of a stage; None where this process is alone."""
+        self.all: dist.ProcessGroup | None = None
+        """The ranks of all stages."""
         self.context: dist.ProcessGroup | None = None
         """The ranks that have the other shards of this one's rows; None where rows are not cut."""
+        self.across: dist.ProcessGroup | None = None
+        """The ranks that have this one's tokens in the other stages; None without a pipeline, as are the next two."""
+        self.forth: dist.ProcessGroup | None = None
+        """All ranks, for what goes to the next stage."""
+        self.back: dist.ProcessGroup | None = None
+        """And what goes to the one before: on a GPU neither way may wait for the other."""
         if kind is None:
             return
         self.size, self.rank = dist.get_world_size(), dist.get_rank()
-        cp, ep = self.layout.context, self.layout.expert
-        self.layout.check(self.size, ep)
-        self.mesh = init_device_mesh(kind, (self.size // cp, cp), mesh_dim_names=("dp", "cp"))
-        self.flat_mesh = init_device_mesh(kind, (self.size,), mesh_dim_names=("dp_cp",))
+        pp, cp, ep = self.layout.pipeline, self.layout.context, self.layout.expert
+        self.layout.check(self.size, ep, pp)
+        each = self.size // pp
+        self.stages, self.stage = pp, self.rank // each
+        self.mesh = init_device_mesh(kind, (pp, each // cp, cp), mesh_dim_names=("pp", "dp", "cp"))
+        self.flat_mesh = init_device_mesh(kind, (pp, each), mesh_dim_names=("pp", "dp_cp"))["dp_cp"]
         if ep > 1:
-            self.expert_mesh = init_device_mesh(kind, (self.size // ep, ep), mesh_dim_names=("dp_shard", "ep"))
+            names = ("pp", "dp_shard", "ep")
+            self.expert_mesh = init_device_mesh(kind, (pp, each // ep, ep), mesh_dim_names=names)["dp_shard", "ep"]
         self.control = dist.new_group(backend="gloo", timeout=PATIENCE)
-        self.tokens = self.flat_mesh.get_group()
+        self.tokens = self.all = self.flat_mesh.get_group()
         self.context = self.mesh.get_group("cp") if cp > 1 else None
+        if pp > 1:
+            self.all, self.across = dist.group.WORLD, self.mesh.get_group("pp")
+            self.forth, self.back = dist.new_group(), dist.new_group()
 
     @property
     def first(self) -> bool:
         """Whether this is the rank that reads, writes and speaks."""
         return self.rank == 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is its stage's first."""
+        return self.rank == self.stage * (self.size // self.stages)
 
     # on devices
 
@@ -84,7 +107,8 @@ class Ranks:
         norm = get_total_norm([grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads])
         if self.tokens is None:
             return torch.stack([norm, *losses])
-        parts = self.sum_(torch.stack([norm.double().square(), *losses]))  # float64: a square must not overflow
+        parts = torch.stack([norm.double().square(), *losses])  # float64: a square must not overflow
+        dist.all_reduce(parts, group=self.all)
         return torch.cat([parts[:1].sqrt(), parts[1:]])
 
     # on the host
@@ -135,6 +159,32 @@ class Ranks:
             raise failure
         return item
 
+    def names(self, own: Iterable[str]) -> set[str]:
+        """Those of all stages, on every rank."""
+        if self.stages == 1:
+            return set(own)
+        every: list[Any] = [None] * self.size
+        dist.all_gather_object(every, set(own), group=self.control)
+        return set().union(*every)
+
+    def to_first(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """On the first rank also what the first ranks of other stages give, on the CPU, one tensor at a time; what is
+        given elsewhere.  Every rank has to call it."""
+        whole = dict(tensors)
+        for leader in range(self.size // self.stages, self.size, self.size // self.stages):
+            if self.rank == leader:
+                alike = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
+                dist.send_object_list([alike], dst=0, group=self.control)
+                for tensor in tensors.values():
+                    dist.send(tensor.cpu().contiguous(), dst=0, group=self.control)
+            elif self.first:
+                listed: list[Any] = [None]
+                dist.recv_object_list(listed, src=leader, group=self.control)
+                for name, shape, dtype in listed[0]:
+                    whole[name] = torch.empty(shape, dtype=dtype)
+                    dist.recv(whole[name], src=leader, group=self.control)
+        return whole
+
     @contextmanager
     def agreeing(self) -> Iterator[None]:
         """All ranks get to the end of the block, or all raise: each its own error, or else that of the lowest rank."""
@@ -165,7 +215,7 @@ def joined(device: str, layout: Layout | None = None) -> Iterator[tuple[Ranks, s
     """
     if not launched():
         if layout is not None:
-            layout.check(1, layout.expert)
+            layout.check(1, layout.expert, layout.pipeline)
         yield Ranks(), device
         return
     kind, _, number = device.partition(":")
