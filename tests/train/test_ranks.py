@@ -178,7 +178,7 @@ def all_state(trainer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "layout"), [(2, {}), (4, {"context": 2, "expert": 2})])
+@pytest.mark.parametrize(("ranks", "layout"), [(2, {}), (2, {"pipeline": 2}), (4, {"context": 2, "expert": 2})])
 def test_a_run_goes_on_in_another_world_and_back(tmp_path, ranks, layout):
     """One process, then several, then one again; each takes up what the one before wrote."""
     straight, first = trainer(made()), trainer(made())
@@ -294,11 +294,15 @@ def test_an_empty_row_is_cut_too():
         ({"context": 3}, "layout.context: expected a divisor of 4 ranks, got 3"),
         ({"expert": 3}, "layout.expert: expected a divisor of 4 ranks, got 3"),
         ({"expert": 4}, "layout.expert: expected a divisor of 6 experts, got 4"),
+        ({"pipeline": 3}, "layout.pipeline: expected a divisor of 4 ranks, got 3"),
+        ({"pipeline": 6}, "layout.pipeline: expected at most 5 stages, one for each layer, got 6; lower it"),
+        ({"pipeline": 2, "context": 4}, "layout.context: expected a divisor of a stage's 2 of 4 ranks, got 4"),
+        ({"pipeline": 4, "expert": 2}, "layout.expert: expected a divisor of a stage's 1 of 4 ranks, got 2"),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused(layout, line):
     with pytest.raises(ConfigError, match=line):
-        Layout(**layout).check(ranks=4, experts=6)
+        Layout(**layout).check(ranks=4, experts=6, layers=5)
     with pytest.raises(ConfigError, match="context: expected at least 1, got 0"):
         Layout(context=0)
 

@@ -393,9 +393,7 @@ class Trainer:
                 sums[name] = sums[name] + loss if name in sums else loss
         return sums
 
-    def _pass(
-        self, batch: Batch, whole: dict[str, list[int]] | None, stream: DepthStream | None = None
-    ) -> K3Output:
+    def _pass(self, batch: Batch, whole: dict[str, list[int]] | None, stream: DepthStream | None = None) -> K3Output:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.mixed):
             return self.model(
                 on_device(batch.input_ids, self.device),

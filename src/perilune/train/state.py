@@ -170,7 +170,8 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 def _fill_optimizer(trainer: "Trainer", folder: Path, stored: dict[str, Tensor]) -> None:
     own = dict(_optimizer_tensors(trainer))
     parted = in_parts(folder)
-    if odd := trainer.ranks.names(own) ^ {name for name in (names_in(folder) if parted else stored) if name.startswith("optimizer/")}:
+    there = {name for name in (names_in(folder) if parted else stored) if name.startswith("optimizer/")}
+    if odd := trainer.ranks.names(own) ^ there:
         raise CheckpointError(
             f"{folder / TENSORS}: expected the state of the same optimizer, got another ({min(odd)}); "
             "go on with the version that wrote it"

@@ -55,15 +55,21 @@ def spread_(experts: Experts, mesh: DeviceMesh) -> None:
         experts.register_parameter(name, nn.Parameter(own))
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """All of a DTensor, on every rank that has a part of it, all of which call this; a plain tensor as it is."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if len(tensor.placements) > 1:  # spread experts: first those of one "ep" rank, in one gather each
+        tensor = tensor.redistribute(placements=[Replicate(), *tensor.placements[1:]])
+    return tensor.full_tensor()
+
+
 @torch.no_grad()
 def whole_state(model: K3Model, keep: bool) -> dict[str, Tensor]:
     """Every parameter and saved buffer whole, on the CPU; nothing where `keep` is False.  Every rank has to call it."""
     state = {}
     for name, tensor in model.state_dict().items():
-        if isinstance(tensor, DTensor):
-            if len(tensor.placements) > 1:  # spread experts: first those of one "ep" rank, in one gather each
-                tensor = tensor.redistribute(placements=[Replicate(), *tensor.placements[1:]])
-            tensor = tensor.full_tensor()
+        tensor = whole(tensor)
         if keep:
             state[name] = tensor.to("cpu", copy=True)
     return state

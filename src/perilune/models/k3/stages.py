@@ -57,7 +57,7 @@ def keep_stage_(model: K3Model, layers: range) -> K3Model:
     if not backbone.ends:
         backbone.mtp = nn.ModuleList()
         for part, name in ((backbone, "output_attn_res"), (backbone, "norm"), (model, "lm_head")):
-            part.register_module(name, None)
+            setattr(part, name, None)
     return model
 
 

@@ -9,6 +9,7 @@ forward, one backward in turn, so that it holds no more micro-batches than that.
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -18,9 +19,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from perilune.data.packing import Batch
 from perilune.models.k3 import K3Model, K3Output
+from perilune.models.k3.layer import DecoderLayer
 from perilune.models.k3.stages import reads_embedding
 from perilune.nn import DepthStream
 from perilune.nn.balancer import Balancer
+from perilune.optim.sharded import local
 from perilune.train.parallel.ranks import Ranks
 
 Pass = Callable[[Batch, DepthStream | None], K3Output]
@@ -52,7 +55,7 @@ class Pipeline:
         """How many stages come after this one."""
         each = ranks.size // ranks.stages
         self.above, self.below = ranks.rank + each, ranks.rank - each
-        self.dtype: torch.dtype = model.model.layers[model.model.stage.start].input_layernorm.weight.dtype
+        self.dtype = cast("DecoderLayer", model.model.layers[model.model.stage.start]).input_layernorm.weight.dtype
         own = [name for name in routers if name in model.balancers()]
         first = routers.index(own[0]) if own else 0
         self._beside = (first, len(routers) - first - len(own))
@@ -144,7 +147,7 @@ class Pipeline:
             return
         grad = self.model.model.embed_tokens.weight.grad
         assert grad is not None, "a row without tokens gives one too"
-        own = grad.to_local()
+        own = local(grad)
         other, far = torch.empty_like(own), (self.ranks.stages - 1) * (self.ranks.size // self.ranks.stages)
         ways = (self.ranks.forth, self.ranks.back) if self.ranks.stage == 0 else (self.ranks.back, self.ranks.forth)
         rank = self.ranks.rank + (far if self.ranks.stage == 0 else -far)
@@ -156,12 +159,9 @@ class Pipeline:
 
     def parameters(self) -> Iterator[Tensor]:
         """Every parameter that is here, those of which another stage has a copy in the first one alone."""
-        copy = self.model.model.embed_tokens.weight if self._has_copy else None
+        copied = self.last and reads_embedding(self.model.config)
+        copy = self.model.model.embed_tokens.weight if copied else None
         return (param for param in self.model.parameters() if param is not copy)
-
-    @property
-    def _has_copy(self) -> bool:
-        return self.last and reads_embedding(self.model.config)
 
     # what all stages know of each
 
