@@ -6,6 +6,7 @@ from itertools import combinations, pairwise
 import pytest
 import torch
 
+from perilune.core.errors import ShapeError
 from perilune.models.k3.stages import costs, keep_stage_, reads_embedding, stages_of
 from perilune.nn import DepthStream
 from tiny_k3 import assert_close, config, ids, model
@@ -137,3 +138,9 @@ def test_the_dearest_stage_is_as_cheap_as_can_be():
             ways = (pairwise([0, *starts, LAYERS]) for starts in combinations(range(1, LAYERS), number - 1))
             assert dearest == pytest.approx(min(max(sum(each[a:b]) for a, b in way) for way in ways))
     assert stages_of(config(vocab_size=5000), 2, 64) == [range(4), range(4, 5)]  # the head outweighs four layers
+
+
+def test_a_stage_without_the_one_before_it_is_refused():
+    stage = keep_stage_(made(), range(2, LAYERS))
+    with pytest.raises(ShapeError, match="stream: expected that of the stage which ends before layer 2, got none"):
+        stage(ids(1, 4))

@@ -80,6 +80,11 @@ class Backbone(nn.Module):
         """The features before the last norm: [B, T] to [B, T, D].  A pipeline's stage takes up the `stream` of the one
         before it; all but the last give theirs."""
         if stream is None:
+            if self.stage.start > 0:
+                raise ShapeError(
+                    f"stream: expected that of the stage which ends before layer {self.stage.start}, got none; "
+                    "hand over what it gave for these input_ids"
+                )
             stream = DepthStream(self.embed_tokens(input_ids), self.period)
         if self.training and self.recompute != "none":
             climb = self._climb if self.recompute != "blocks" else self._climb_by_sublayers

@@ -88,13 +88,13 @@ class Ranks:
     # on devices
 
     def sum_(self, x: Tensor) -> Tensor:
-        """x summed over the ranks that have different tokens, in place."""
-        if self.tokens is not None:
-            dist.all_reduce(x, group=self.tokens)
+        """x summed over the ranks of all stages, in place."""
+        if self.all is not None:
+            dist.all_reduce(x, group=self.all)
         return x
 
     def max_(self, x: Tensor) -> Tensor:
-        """The same, with the largest in place of the sum."""
+        """The largest of the ranks that have different tokens, in place."""
         if self.tokens is not None:
             dist.all_reduce(x, dist.ReduceOp.MAX, group=self.tokens)
         return x
@@ -107,8 +107,7 @@ class Ranks:
         norm = get_total_norm([grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads])
         if self.tokens is None:
             return torch.stack([norm, *losses])
-        parts = torch.stack([norm.double().square(), *losses])  # float64: a square must not overflow
-        dist.all_reduce(parts, group=self.all)
+        parts = self.sum_(torch.stack([norm.double().square(), *losses]))  # float64: a square must not overflow
         return torch.cat([parts[:1].sqrt(), parts[1:]])
 
     # on the host
