@@ -67,14 +67,17 @@ def check(rank, ranks, cases, folder):
         expected = torch.load(folder / f"{number}.pt")
         many = trainer(made(**changes), ranks=Ranks("cpu", Layout(**layout)))
         figures, grads, loads, drift = step(many, batch_of(lengths))
-        torch.testing.assert_close(figures, expected[0], rtol=3e-6, atol=0)
+        narrow = "precision" in changes
+        torch.testing.assert_close(figures, expected[0], rtol=2e-3 if narrow else 3e-6, atol=0)
         assert many.ranks.names(grads) == expected[1].keys()  # every parameter is in a stage
         assert len(grads) < len(expected[1])
         largest = max(grad.norm() for grad in expected[1].values())
         for name, grad in grads.items():
             error = (grad - expected[1][name]).norm() / expected[1][name].norm().clamp(min=1e-3 * largest)
-            assert error < 1e-5, f"{name} of {changes}, {layout}: {error:.1e}"
+            assert error < (3e-2 if narrow else 1e-5), f"{name} of {changes}, {layout}: {error:.1e}"
         assert loads.keys() == expected[2].keys()
+        if narrow:  # sums of micro-batches are rounded, then added
+            continue
         assert all(torch.equal(own, expected[2][name]) for name, own in loads.items())
         assert drift == pytest.approx(expected[3], rel=1e-4)
 
@@ -84,7 +87,7 @@ CASES = {
         ({}, LENGTHS, {"pipeline": 2}),
         ({"micro": 16}, LENGTHS, {"pipeline": 2}),
         ({"micro": 34, "tied": True, "further": 0}, LENGTHS, {"pipeline": 2}),
-        ({"micro": 50, "further": 0}, LENGTHS, {"pipeline": 2}),
+        ({"micro": 50, "further": 0, "precision": "bfloat16"}, LENGTHS, {"pipeline": 2}),
     ],
     4: [
         ({"micro": 25, "tied": True, "further": 2}, LENGTHS, {"pipeline": 4}),
