@@ -377,24 +377,41 @@ def test_a_gpu_compares_the_preset_at_every_size():
     assert training.CONTENDERS["flash-linear-attention"].missing() == missing()
 
 
+def assert_no_worse_in_bfloat16(config, parts, lengths, device):
+    """Loss and gradients under autocast, by their distance from ours in float32, against that of ours under autocast.
+
+    Every expert is chosen, for bfloat16 scores of the peer may choose others.
+    """
+    config = config.replace(num_experts=config.num_experts_per_token)
+    ours, peer = (model.to(device) for model in same_weights(config, parts, torch.bfloat16))
+    ids, targets = torch.randint(config.vocab_size, (2, 1, sum(lengths)), device=device)
+    cu = torch.tensor([0, *lengths]).cumsum(0)
+    results = []
+    for model, mixed in ((ours, False), (ours, True), (peer, True)):
+        model.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16, enabled=mixed):
+            if model is ours:
+                loss = ours(ids, targets=targets, cu_seqlens=cu).loss
+            else:
+                loss = peer(ids, targets, cu.to(device), lengths)
+        loss.backward()
+        gradients = {peers_name(name): p.grad.flatten().clone() for name, p in model.named_parameters()}
+        results.append({"loss": loss.detach(), **gradients})
+    exact, baseline, got = results
+    assert exact.keys() == got.keys()
+    for name, x in exact.items():
+        off, allowed = (got[name] - x).norm(), 4 * (baseline[name] - x).norm() + 0.02 * x.norm()
+        assert off <= allowed, f"{name}: expected error <= {allowed:.1e}, got {off:.1e} of {x.norm():.1e}"
+
+
+def test_in_bfloat16_it_is_as_near_as_ours():
+    sizes = {"hidden_size": 64, "attn_res_block_size": 1, "moe_intermediate_size": 32, "routed_expert_hidden_size": 32}
+    assert_no_worse_in_bfloat16(run(model={**LAYERS, **sizes}).model, PLAIN, [100, 1, 199], CPU)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(bool(missing()), reason="flash-linear-attention is not installed")
 def test_with_flash_linear_attention_it_is_our_model():
-    """In bfloat16 at the widths of `1b`, so that what was tuned here need not be for the benchmark.  Of gradients their
-    direction and size are asked for; not of what scores experts, whose last bits choose."""
-    made = presets.get("1b").replace(**LAYERS, num_experts=32, vocab_size=2048)
-    ours, peer = (model.cuda() for model in same_weights(made, from_fla(), torch.bfloat16))
-    ids, targets = torch.randint(2048, (2, 1, 1000), device="cuda")
-    cu = torch.tensor([0, 300, 301, 1000])
-    with torch.autocast("cuda", torch.bfloat16):
-        expected = ours(ids, targets=targets, cu_seqlens=cu).loss
-        loss = peer(ids, targets, cu.cuda(), cu.diff().tolist())
-    expected.backward()
-    loss.backward()
-    assert loss.item() == pytest.approx(expected.item(), rel=5e-3)
-    gradients = {peers_name(name): p.grad.flatten() for name, p in ours.named_parameters()}
-    for name, p in peer.named_parameters():
-        got, own = p.grad.flatten(), gradients[name]
-        if own.any() and not name.endswith("block_sparse_moe.gate.weight"):
-            assert F.cosine_similarity(got, own, 0) > 0.9, name
-            assert 0.8 < got.norm() / own.norm() < 1.25, name
+    """At the widths of `1b`, so that what was tuned here need not be for the benchmark."""
+    config = presets.get("1b").replace(**LAYERS, vocab_size=2048)
+    assert_no_worse_in_bfloat16(config, from_fla(), [300, 1, 699], torch.device("cuda"))
