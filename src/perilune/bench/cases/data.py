@@ -1,0 +1,5 @@
+"""Reading text, see `bench.reading`."""
+
+from perilune.bench.reading import Reading
+
+CASE = Reading()
