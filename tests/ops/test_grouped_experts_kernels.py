@@ -287,5 +287,5 @@ def test_zeros_up_to_the_next_tile_change_nothing(D, F, activation):
 
 def test_a_cpu_is_refused():
     tensors = make("random", 20, 4, 2, 128, 128, torch.bfloat16)
-    with pytest.raises(BackendError, match=r"'gluon': (its kernels run on a GPU|Triton is not installed)"):
+    with pytest.raises(BackendError, match=r"'gluon': (its kernels run on|it is written for|Triton is not)"):
         grouped_experts(*tensors, backend="gluon")
