@@ -148,7 +148,7 @@ SCALES = {
             tuned_in=("normal", "skewed", "shift"),
         ),
         Scale(
-            name="wide", model=wide, context=1024, batch_tokens=32_768, steps=120, lr=2e-3, vocab_size=8192,
+            name="wide", model=wide, context=1024, batch_tokens=32_768, steps=96, lr=2e-3, vocab_size=8192,
             text_bytes=12_000_000, load_window=20, gigabytes=60, precision="bfloat16", checkpoint_every=None,
             rules=("quantile", "quantile plain", "sign", "sign 1e-3", "none"), situations=("skewed",), seeds=1,
             tuned_in=("skewed",),

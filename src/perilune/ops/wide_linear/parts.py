@@ -18,10 +18,12 @@ from torch import Tensor
 
 from perilune.ops.blocks import as_rows
 from perilune.ops.first_order import first_order
+from perilune.ops.fused import INTERPRETED, TRITON
 from perilune.ops.products import add_product_, not_wide, wide_product
 
 FEW = 256  # rows
 RUN = 1024  # terms, whose sum is cut off by about 2^-20 of it; to add the next costs a reading and a writing of y
+BLOCK = 1024  # numbers a program
 
 
 @torch.compiler.disable  # it cannot see through products of another dtype than their operands
@@ -46,16 +48,34 @@ def refuses(x: Tensor, weight: Tensor) -> str | None:
 
 
 def split(x: Tensor, parts: Tensor) -> None:
-    """Writes x [M, N] float32 to parts [3, M, N] bfloat16 whose sum it is, the smallest first.
+    """Writes x [M, N] float32 to parts [3, M, N] bfloat16 whose sum it is, the smallest first; a fourth, if there is
+    one, is the largest again.
 
-    To the last bit above 2^-110; below, parts would be smaller than any number.
+    To the last bit above 2^-110; below, parts would be smaller than any number.  One kernel where Triton runs.
     """
-    third, second, first = parts
+    if TRITON and (x.is_cuda or INTERPRETED):
+        return _split_at_once(x, parts)
+    third, second, first, *again = parts
     first.copy_(x)
     rest = x - first
     second.copy_(rest)
     rest -= second
     third.copy_(rest)
+    for part in again:
+        part.copy_(first)
+    return None
+
+
+def _split_at_once(x: Tensor, parts: Tensor) -> None:
+    from perilune.ops.wide_linear.kernels import split_kernel
+
+    assert parts.stride(2) == 1
+    if count := x.numel():
+        with torch.cuda.device_of(x):  # kernels are launched on the current device
+            split_kernel[(-(-count // BLOCK),)](
+                x, *x.stride(), parts, *parts.stride()[:2], count, x.shape[1],
+                TWICE=len(parts) == 4, BLOCK=BLOCK, num_warps=4,
+            )  # fmt: skip
 
 
 def product(rows: Tensor, parts: Tensor) -> Tensor:
@@ -91,12 +111,11 @@ class _WideLinear(torch.autograd.Function):
         rows, dy = as_rows(x), as_rows(dy)
         (M, N), K = dy.shape, x.shape[-1]
         sides = dy.new_empty(M, 4, N, dtype=torch.bfloat16)  # dy3, dy2, dy1, dy1
-        split(dy, sides[:, :3].transpose(0, 1))
+        split(dy, sides.transpose(0, 1))
         dx = dw = None
         if ctx.needs_input_grad[0]:
             first = parts[-1]
             below = torch.cat([first, first, *parts[-2:-1]])
-            sides[:, 3] = sides[:, 2]
             dx = (sides.view(M, 4 * N)[:, N : N + len(below)] @ below).view(x.shape)
         if ctx.needs_input_grad[1]:
             dw = wide_product(sides.view(M, 4 * N)[:, : 3 * N].T, rows).view(3, N, K).sum(0).to(ctx.dtype)
