@@ -101,5 +101,5 @@ class _Fused(torch.autograd.Function):
         )  # fmt: skip
         dquery = (dw * key_weight.float()).to(query.dtype)
         dkey_weight = (dw * query.float()).to(key_weight.dtype)
-        dnorm_weight = None if norm_weight is None else dgain.to(norm_weight.dtype)
+        dnorm_weight = None if norm_weight is None or dgain is None else dgain.to(norm_weight.dtype)
         return dquery, dkey_weight, dnorm_weight, None, None, None, None, *gradients

@@ -57,14 +57,15 @@ def mix(
 def unmix(
     query: Tensor, sources: Sequence[Tensor], key_weight: Tensor, norm_weight: Tensor | None, norm_eps: float,
     kept: Tensor, dout: Tensor, dsources: Sequence[Tensor | None], adds: Sequence[bool],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Writes the gradients [R, D] that are wanted, or adds to them; those of query * key_weight and norm_weight, [D].
 
     Sums over rows are taken in an order of their own, which shapes and the device alone decide.
     """
     N, (R, D) = len(sources), dout.shape
     plan = Plan(sources[0], 32, beside=0 if dout.dtype == sources[0].dtype else dout.element_size())
-    dw, dgain = query.new_zeros(2, plan.programs, D, dtype=torch.float32).unbind()
+    # Every program writes its row, and of dgain, where there is a norm.
+    dw, dgain = query.new_empty(2, plan.programs, D, dtype=torch.float32).unbind()
     if dout.numel():
         same = dout.dtype == sources[0].dtype
         tensors = (dout if same else sources[0], *sources)
@@ -75,7 +76,7 @@ def unmix(
             R, bits(dx is not None for dx in dsources), bits(adds), norm_eps,
             N=N, D=D, WIDTH=plan.width, COUNT=triton.next_power_of_2(N), STAGES=plan.stages, num_warps=plan.warps,
         )  # fmt: skip
-    return dw.sum(0), dgain.sum(0)
+    return dw.sum(0), None if norm_weight is None else dgain.sum(0)
 
 
 def bits(flags: Iterable[bool]) -> int:
