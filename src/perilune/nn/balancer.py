@@ -91,7 +91,7 @@ class Balancer(Float32Parameters):
                 )
         if not recomputing():
             with torch.no_grad():
-                self.counts += self._tally(ids, mask)
+                self._tally(ids, mask, self.counts)
                 self._collect(scores.detach(), mask)
         return self._loss(scores, ids, mask)
 
@@ -186,10 +186,10 @@ class Balancer(Float32Parameters):
     def _buffers_to_sum(self) -> list[Tensor]:
         return [self.counts]
 
-    def _tally(self, ids: Tensor, mask: Tensor | None) -> Tensor:
-        """How many real tokens chose each expert: `[M, top_k] -> [E]` int64."""
-        weight = torch.ones_like(ids) if mask is None else mask.unsqueeze(-1).expand_as(ids)
-        return torch.zeros_like(self.counts).index_add_(0, ids.flatten(), weight.flatten().to(torch.int64))
+    def _tally(self, ids: Tensor, mask: Tensor | None, counts: Tensor) -> Tensor:
+        """Adds to counts `[E]` int64 how many real tokens chose each expert: of `[M, top_k]`."""
+        weight = counts.new_ones(()) if mask is None else mask.unsqueeze(-1).to(torch.int64)
+        return counts.index_add_(0, ids.flatten(), weight.expand_as(ids).reshape(-1))
 
 
 class QuantileBalancer(Balancer):
@@ -438,7 +438,7 @@ class AuxLossBalancer(Balancer):
         if mask is not None:
             tokens = mask.sum().clamp(min=1)
             scores = scores.masked_fill(~mask.unsqueeze(-1), 0)
-        counts = self._tally(ids, mask)
+        counts = self._tally(ids, mask, torch.zeros_like(self.counts))
         if self._step is not None:
             counts, tokens = self._step, (self._step.sum() // self.top_k).clamp(min=1)
         fraction = counts.to(scores.dtype) / (tokens * self.top_k)

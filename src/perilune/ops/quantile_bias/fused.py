@@ -5,7 +5,6 @@ from torch import Tensor
 
 from perilune.ops.fused import DTYPES, out_of_reach
 from perilune.ops.quantile_bias.groups import Groups
-from perilune.ops.quantile_bias.histogram import bin_range
 
 WIDEST = 1 << 14  # experts: a token's scores are held in registers
 
@@ -21,11 +20,11 @@ def add_counts_(
     if not M:
         return
     scores = scores if scores.stride(1) == 1 else scores.contiguous()
-    low, width = bin_range(bias, bins)
     block = 1 << (E - 1).bit_length()
     histogram_kernel[(M,)](
-        scores, bias.contiguous(), None if mask is None else mask.contiguous(), low, width, counts,
-        E, scores.stride(0), bins, top_k, BLOCK=block, num_warps=max(block // 1024, 1),
+        scores, bias.contiguous(), None if mask is None else mask.contiguous(), counts,
+        E, scores.stride(0), bins, 1 / bins if scores.is_cuda else float(bins), top_k,
+        BLOCK=block, INVERSE=scores.is_cuda, num_warps=max(block // 1024, 1),
     )  # fmt: skip
 
 

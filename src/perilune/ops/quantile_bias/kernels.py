@@ -14,8 +14,12 @@ def ordered(x):
 
 @Launcher
 @triton.jit
-def histogram_kernel(scores, bias, mask, low, width, counts, E, stride, bins, top_k, BLOCK: tl.constexpr):
-    """counts [E, bins] of scores [M, E], rows `stride` apart; low, width: of the bins; see `score_histogram`.
+def histogram_kernel(
+    scores, bias, mask, counts, E, stride, bins, divisor, top_k, BLOCK: tl.constexpr, INVERSE: tl.constexpr
+):
+    """counts [E, bins] of scores [M, E], rows `stride` apart; see `score_histogram`.
+
+    divisor: bins; INVERSE: one over it, by which torch multiplies on a GPU where it divides by a number.
 
     A row is read once and stays in registers.  Its cutoff is found by bisection over all float32, from the sign bit
     down: `cutoff` is the largest number that at least top_k + 1 biased scores reach, hence one of them, exactly.
@@ -33,7 +37,8 @@ def histogram_kernel(scores, bias, mask, low, width, counts, E, stride, bins, to
         expert = tl.arange(0, BLOCK)
         here = expert < E
         score = tl.load(scores + row.to(tl.int64) * stride + expert, mask=here, other=0).to(tl.float32)
-        biased = score + tl.load(bias + expert, mask=here, other=0)
+        b = tl.load(bias + expert, mask=here, other=0)
+        biased = score + b
         lowest = -2147483648
         key = tl.where(here, ordered(biased.to(tl.int32, bitcast=True)), lowest)
         reached = tl.sum((key >= 0).to(tl.int32), 0) > top_k
@@ -43,7 +48,13 @@ def histogram_kernel(scores, bias, mask, low, width, counts, E, stride, bins, to
             reached = tl.sum((key >= higher).to(tl.int32), 0) > top_k
             cutoff = tl.where(reached, higher, cutoff)
         required = ordered(cutoff).to(tl.float32, bitcast=True) - score
-        place = tl.floor(tl.div_rn(required - tl.load(low), tl.load(width)))  # rounded as torch divides
+        least = tl.min(tl.where(here, b, float("inf")), 0)  # the range of the bins, step by step as `bin_range` has it
+        range_ = tl.broadcast_to(tl.max(tl.where(here, b, float("-inf")), 0) - least + 2.0, [BLOCK])
+        if INVERSE:
+            width = range_ * divisor
+        else:
+            width = tl.div_rn(range_, tl.full([BLOCK], divisor, tl.float32))
+        place = tl.floor(tl.div_rn(required - (least - 1.0), width))  # rounded as torch divides
         bin_ = tl.minimum(tl.where(place > 0, place, 0.0), bins - 1.0).to(tl.int32)  # NaN to 0
         at = counts + expert.to(tl.int64) * bins + bin_
         tl.atomic_add(at, tl.full([BLOCK], 1, tl.int64), mask=here, sem="relaxed")
