@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from perilune.core.errors import ShapeError
 from perilune.nn.project import project
-from perilune.ops import projections
+from perilune.ops import cast_once, projections
 
 SIZES = (5, 1, 16)
 
@@ -115,6 +115,33 @@ def test_one_cast_of_all_weights_and_no_sum_beside_the_products() -> None:
         torch.autograd.backward(results, [torch.ones_like(y) for y in results])
     assert seen.names["aten::add"] == seen.names["aten::add_"] == 0
     assert (seen.names["aten::addmm"], seen.names["aten::mm"]) == (2, 4)
+
+
+def test_weights_cast_once_are_used_until_they_change_or_the_step_is_over() -> None:
+    x, weights = inputs(40, dtype=torch.float32)
+    casts = []
+
+    def results() -> list[Tensor]:
+        with Launches() as seen:
+            got = run("chunked", x, weights, autocast=True)
+        casts.append(seen.names["aten::_foreach_copy_"])
+        return got
+
+    expected = results()
+    with cast_once([*weights, x], torch.bfloat16):
+        assert all(map(torch.equal, results(), expected))
+        assert all(map(torch.equal, results(), expected))
+        with torch.no_grad():
+            weights[1].mul_(2)  # its copy is old now
+        changed = results()
+        assert run("chunked", x, weights)[0].dtype == torch.float32  # nobody asked for the copies' dtype
+    assert all(map(torch.equal, changed, results()))
+    assert not torch.equal(changed[1], expected[1])
+    assert casts == [1, 0, 0, 1, 1]
+    with pytest.raises(ZeroDivisionError), cast_once(weights, torch.bfloat16):
+        raise ZeroDivisionError
+    results()
+    assert casts[-1] == 1
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 import json
 import math
+from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from perilune.data.tokenizer import ByteBPE
 from perilune.models.k3 import K3Model
@@ -118,6 +120,39 @@ def test_compiled_norms_are_the_norms(tmp_path):
     assert compiled.model.model.norm._compiled_call_impl is not None
     assert plain.model.model.norm._compiled_call_impl is None
     assert weights(plain).keys() == weights(compiled).keys()
+
+
+@pytest.mark.parametrize("recompute", ["none", "sublayers"])
+def test_a_step_casts_its_weights_once(recompute, monkeypatch):
+    """However many parts it is in; to the bit as cast by every layer."""
+
+    class Casts(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.numbers = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten._foreach_copy_.default:
+                self.numbers.append(len(args[0]))
+            return func(*args, **(kwargs or {}))
+
+    def two_steps():
+        stage = run().stages[0].replace(micro_tokens=32, recompute=recompute)
+        made = tiny(run(stages=(stage,), precision="bfloat16"))
+        losses = [made.step(made.feed.next()).losses for _ in range(2)]
+        made.model.train()
+        batch = made.feed.next()
+        with Casts() as casts:
+            made._accumulate(made._parts(batch), made._whole_step(batch, made._parts(batch)))
+        return losses, list(made.model.state_dict().values()), casts.numbers
+
+    losses, after, once = two_steps()
+    monkeypatch.setattr(loop, "cast_once", lambda *_: nullcontext())
+    others, others_after, each = two_steps()
+    assert losses == others
+    assert all(map(torch.equal, after, others_after))
+    assert len(once) == 1
+    assert len(each) > 30
 
 
 def test_bfloat16_computes_narrow_and_learns_as_float32_does(train):

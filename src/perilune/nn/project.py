@@ -18,5 +18,11 @@ def project(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
     return tuple(layer(x) for layer in layers)
 
 
+def plain_weights(*modules: nn.Module) -> list[Tensor]:
+    """Of layers below these modules that are nothing but a matrix: what a step may cast at once (`cast_once`)."""
+    layers = (layer for module in modules for layer in module.modules() if isinstance(layer, nn.Linear))
+    return [layer.weight for layer in layers if _plain(layer)]
+
+
 def _plain(layer: nn.Module) -> bool:
     return untouched(layer, nn.Linear) and layer.bias is None and type(layer.weight) is nn.Parameter

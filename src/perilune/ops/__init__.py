@@ -14,7 +14,7 @@ from perilune.ops.kda import (
     kda_decode,
     kda_step,
 )
-from perilune.ops.projections import projections
+from perilune.ops.projections import cast_once, projections
 from perilune.ops.quantile_bias import quantile_bias
 from perilune.ops.rms_norm import gated_rms_norm, rms_norm
 from perilune.ops.short_conv import short_conv, short_conv_context_parallel
@@ -30,6 +30,7 @@ __all__ = [
     "attn_res_advance",
     "attn_res_bank",
     "attn_res_merge",
+    "cast_once",
     "gated_rms_norm",
     "grouped_experts",
     "kda",

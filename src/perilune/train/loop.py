@@ -23,6 +23,8 @@ from perilune.models.k3.parallel import shard_, whole_copy, whole_state
 from perilune.models.k3.stages import keep_stage_, stages_of
 from perilune.nn import Balancer, DepthStream, StatisticsPool, update_balancers
 from perilune.nn.load import LoadWindow, bias_drift, dead_experts, layer_load, worst
+from perilune.nn.project import plain_weights
+from perilune.ops import cast_once
 from perilune.ops.upload import on_device
 from perilune.optim import PerHeadMuon, qk_clip_
 from perilune.train import state
@@ -385,13 +387,20 @@ class Trainer:
         if self.pipeline is not None:
             return self.pipeline.accumulate(parts, lambda part, stream: self._pass(part, whole, stream))
         sums: dict[str, Tensor] = {}
-        for part in parts:
-            output = self._pass(part, whole)
-            assert output.loss is not None
-            output.loss.backward()
-            for name, loss in {"loss": output.loss.detach(), **output.losses}.items():
-                sums[name] = sums[name] + loss if name in sums else loss
+        with cast_once(self._weights_to_cast(), torch.bfloat16):
+            for part in parts:
+                output = self._pass(part, whole)
+                assert output.loss is not None
+                output.loss.backward()
+                for name, loss in {"loss": output.loss.detach(), **output.losses}.items():
+                    sums[name] = sums[name] + loss if name in sums else loss
         return sums
+
+    def _weights_to_cast(self) -> list[Tensor]:
+        """All that autocast would cast layer by layer and part by part; those in shards are gathered in bits."""
+        if not self.mixed or self.ranks.mesh is not None:
+            return []
+        return plain_weights(*self.model.model.layers, *self.model.model.mtp)
 
     def _pass(self, batch: Batch, whole: dict[str, list[int]] | None, stream: DepthStream | None = None) -> K3Output:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.mixed):

@@ -1,5 +1,6 @@
 """Several linear maps of one input."""
 
 from perilune.ops.projections.api import projections
+from perilune.ops.projections.copies import cast_once
 
-__all__ = ["projections"]
+__all__ = ["cast_once", "projections"]

@@ -14,6 +14,7 @@ from torch import Tensor
 from perilune.ops.autocast import dtype_for_products, without_autocast
 from perilune.ops.blocks import as_rows
 from perilune.ops.first_order import first_order
+from perilune.ops.projections.copies import cast
 
 
 def projections(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -21,16 +22,6 @@ def projections(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
     dtype = dtype_for_products(x)
     with without_autocast(x):
         return _Projections.apply(x.to(dtype), dtype, *weights)
-
-
-def cast(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The weights in `dtype`, as they are where they have it."""
-    wrong = [w for w in weights if w.dtype != dtype]
-    copies = [torch.empty(w.shape, dtype=dtype, device=w.device) for w in wrong]
-    if wrong:
-        torch._foreach_copy_(copies, wrong)
-    made = iter(copies)
-    return [w if w.dtype == dtype else next(made) for w in weights]
 
 
 def weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
