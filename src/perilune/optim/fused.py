@@ -61,4 +61,4 @@ def length(tensors: Sequence[Tensor]) -> int:
 
 def filled(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """With the last one again up to `length`; nothing is done to those."""
-    return (*tensors, *tensors[-1:] * (length(tensors) - len(tensors)))
+    return (*tensors, *[tensors[-1]] * (length(tensors) - len(tensors)))

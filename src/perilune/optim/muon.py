@@ -184,7 +184,7 @@ class _Matrices(NamedTuple):
         return self.weight.shape[-2] > self.weight.shape[-1]
 
     @property
-    def count(self) -> int:
+    def number(self) -> int:
         return self.weight.shape[:-2].numel()
 
     def lying(self) -> "_Matrices":
@@ -208,11 +208,11 @@ def _move_in_one_pass_(matrices: Iterable[_Matrices], rule: _Rule) -> None:
     for one in matrices:
         alike[tuple(sorted(one.weight.shape[-2:])), one.weight.device].append(one)
     for (shape, device), every in alike.items():
-        every.sort(key=lambda one: (one.tall, one.count))  # so that a batch is few runs of as many numbers
+        every.sort(key=lambda one: (one.tall, one.number))  # so that a batch is few runs of as many numbers
         rate = rule.lr * UPDATE_RMS * max(shape) ** 0.5
         for some in _batches(every):
-            runs = [list(run) for _, run in groupby(some, key=lambda one: (one.tall, one.count))]
-            sizes = [sum(one.count for one in run) for run in runs]
+            runs = [list(run) for _, run in groupby(some, key=lambda one: (one.tall, one.number))]
+            sizes = [sum(one.number for one in run) for run in runs]
             stacked = torch.empty(sum(sizes), *shape, dtype=rule.dtype or torch.float32, device=device)
             for run, part in zip(runs, stacked.split(sizes)):
                 into = part.new_empty(part.mT.shape) if run[0].tall else part
@@ -231,7 +231,7 @@ def _move_(matrices: Iterable[_Matrices], rule: _Rule) -> None:
     for one in matrices:
         alike[one.weight.shape[-2:], one.weight.dtype, one.weight.device].append(one)
     for (shape, own, device), some in ((key, batch) for key, every in alike.items() for batch in _batches(every)):
-        counts = [one.count for one in some]
+        counts = [one.number for one in some]
         stacked = torch.empty(sum(counts), *shape, dtype=rule.dtype or own, device=device)
         for one, part in zip(some, stacked.split(counts)):
             into = part.view(one.weight.shape)
