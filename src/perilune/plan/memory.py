@@ -83,7 +83,9 @@ def _passes(config: K3Config, stage: Stage, layout: Layout, work: Work) -> dict[
             tokens * kept_by_head(config, b, s) + b * config.vocab_size * D + head_workspace(config, tokens)
         )
     if layout.gpus == 1:
-        parts["weights in bfloat16"] = HALF * (stage.share.total if layout.recompute == "none" else stage.largest.total)
+        # Linear layers' are cast for a whole step, experts' with their layer
+        cast = stage.share.total if layout.recompute == "none" else stage.share.dense + stage.largest.experts
+        parts["weights in bfloat16"] = HALF * cast
     elif layout.sharding == "weights":
         layer = stage.largest.dense + stage.largest.experts / layout.expert
         ends = config.vocab_size * D * (stage.last or stage.layers.start == 0)
