@@ -10,6 +10,7 @@ import pytest
 import torch
 from gluon_threads import Descriptor, kernels
 from torch import Tensor
+from torch.nn.functional import pad
 
 import perilune
 from perilune.core.errors import BackendError
@@ -283,6 +284,26 @@ def test_zeros_up_to_the_next_tile_change_nothing(D, F, activation):
     for got, exact in zip(*both):
         torch.testing.assert_close(got, exact, rtol=1e-12, atol=1e-12)
     assert fused.widened(*wide) == wide  # the very same
+
+
+def test_weights_get_their_zeros_and_lose_those_of_gradients_as_by_padding():
+    """To the bit; also in a graph that casts them before."""
+    w_gate, w_up, w_down = (w.requires_grad_() for w in make("random", 5, 4, 2, 100, 70, torch.float32)[1:4])
+    grads = [torch.randn(4, *shape).bfloat16() for shape in ((128, 128), (128, 128), (128, 128))]
+    found = []
+    for by_padding in (False, True):
+        own = [w.to(torch.bfloat16) for w in (w_gate, w_up, w_down)]
+        if by_padding:
+            wide = [pad(own[0], (0, 28, 0, 58)), pad(own[1], (0, 28, 0, 58)), pad(own[2], (0, 58, 0, 28))]
+        else:
+            wide = list(fused.widened(torch.randn(3, 100).bfloat16(), *own)[1:])
+            assert all(w.is_contiguous() for w in wide)
+        gradients = torch.autograd.grad(wide, (w_gate, w_up, w_down), grads)
+        assert all(g.is_contiguous() for g in gradients)
+        found.append([*wide, *gradients])
+    assert all(map(torch.equal, *found))
+    (alone,) = torch.autograd.grad(fused.widened(torch.randn(3, 100), w_gate, w_up, w_down)[2].sum(), w_up)
+    assert alone.eq(1).all()
 
 
 def test_a_cpu_is_refused():

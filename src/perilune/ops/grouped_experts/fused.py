@@ -46,7 +46,7 @@ def widened(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> tuple[Te
     D, F = (-size % WIDTH for size in w_gate.shape[:0:-1])
     if not D and not F:
         return x, w_gate, w_up, w_down
-    return pad(x, (0, D)), pad(w_gate, (0, D, 0, F)), pad(w_up, (0, D, 0, F)), pad(w_down, (0, F, 0, D))
+    return pad(x, (0, D)), *_Widened.apply(w_gate, w_up, w_down, D, F)
 
 
 def refuses(
@@ -73,6 +73,27 @@ def refuses(
     if (wide_D, wide_F) == (D, F) and any(t.data_ptr() % 16 for t in (x, w_gate, w_up, w_down)):
         return "a tensor does not begin at a multiple of 16 bytes"
     return None
+
+
+class _Widened(torch.autograd.Function):
+    """w_gate, w_up [E, F, D], w_down [E, D, F] with so many more zeros along F and D: one filling and a copy each."""
+
+    @staticmethod
+    def forward(ctx: Any, w_gate: Tensor, w_up: Tensor, w_down: Tensor, D: int, F: int) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.shapes = [w.shape for w in (w_gate, w_up, w_down)]
+        E, rows, columns = w_gate.shape
+        room = w_gate.new_zeros(3, E, (rows + F) * (columns + D))
+        wide = [room[0].view(E, rows + F, -1), room[1].view(E, rows + F, -1), room[2].view(E, columns + D, -1)]
+        for into, w in zip(wide, (w_gate, w_up, w_down)):
+            into[:, : w.shape[1], : w.shape[2]].copy_(w)
+        return tuple(wide)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Views: whoever casts them next reads no zeros."""
+        own = [None if g is None else g[:, :rows, :columns] for g, (_, rows, columns) in zip(grads, ctx.shapes)]
+        return *own, None, None
 
 
 class _Fused(torch.autograd.Function):
