@@ -246,6 +246,15 @@ def test_a_run_goes_on_around_a_step_that_was_left_out(soon, tmp_path):
             assert (folder / "checkpoints" / last / name).read_bytes() == (end / last / name).read_bytes()
 
 
+def test_the_first_step_may_be_the_one(tmp_path):
+    one = spoil(trainer(guarded()), 1, by=math.nan)
+    with Metrics(tmp_path / "metrics.jsonl") as metrics:
+        one.train(metrics)
+    first, second, *_ = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert first["skipped"] == "gradient norm: expected a number, got nan"
+    assert (first["dead"], first["gini"], second["dead"] < 1) == (1, 0, True)
+
+
 def test_too_many_in_a_row_end_the_run(soon):
     made = guarded().replace(guard=GuardConfig(width=30.0, patience=3))
     one = spoil(trainer(made), 6, 8, 9, 10)

@@ -308,6 +308,9 @@ class Trainer:
         while len(self._arriving) > leaving:
             balance = self._arriving.popleft()
             if balance is None:
+                for loads in self._loads.values():
+                    if not len(loads):  # there is something to sum up, also where nothing was counted yet
+                        loads.add(torch.zeros(self.run.model.num_experts, dtype=torch.long))
                 self._bias_drift = dict.fromkeys(self._loads, 0.0)
                 continue
             before, after = balance.biases.tensor()
