@@ -141,7 +141,23 @@ def bits(value):
     return result(lambda values: values["bits_per_byte"].update(perilune=value))
 
 
+def forgotten(folder):
+    written = lines(folder, "snapshots.jsonl")
+    for i, snapshot in enumerate(written):
+        snapshot["bits_by_source"] = {"web": 1.5 - 0.01 * i, "code": 0.8 + 0.05 * (i == len(written) - 1)}
+    example_run.write(folder, {"snapshots.jsonl": written})
+
+
+def remembered(folder):
+    written = lines(folder, "snapshots.jsonl")
+    for i, snapshot in enumerate(written):
+        snapshot["bits_by_source"] = {"web": 1.5 - 0.01 * i, "code": 0.8}
+    example_run.write(folder, {"snapshots.jsonl": written})
+
+
 CASES = [
+    (forgotten, "A source was forgotten", Level.WATCH),
+    (remembered, "No source was forgotten", Level.FINE),
     (each(nan_loss), "The loss is not a number", Level.BROKEN),
     (each(spike), "The loss spikes", Level.WATCH),
     (each(left_out), "Steps were left out", Level.WATCH),

@@ -345,15 +345,19 @@ def tell(watchers: "list[Callable[[Progress], None]]", progress: "Progress") -> 
 
 def take_snapshot(trainer: "Trainer", stage: "Stage", snapshots: "Metrics | None") -> None:
     """A line on what goes on inside the model at the end of a stage; of several ranks the first looks, at a copy."""
-    from perilune.train.inspection import inspect
+    from perilune.train.inspection import bits_by_source, inspect
 
     model, loads = trainer.whole_model(), {name: window.total() for name, window in trainer.loads.items()}
 
     def look() -> None:
         assert model is not None
         assert snapshots is not None
-        texts = [document.text for document in trainer.feed.held_out]
-        figures = inspect(model, trainer.feed.tokenizer, texts, context=stage.context, loads=loads)
+        tokenizer, corpora = trainer.feed.tokenizer, trainer.feed.corpora
+        held_out = {name: [document.text for document in corpus.held_out] for name, corpus in corpora.items()}
+        texts = [text for own in held_out.values() for text in own]
+        figures = inspect(model, tokenizer, texts, context=stage.context, loads=loads)
+        if len(held_out) > 1:
+            figures["bits_by_source"] = bits_by_source(model, tokenizer, held_out, context=stage.context)
         snapshots.write(step=trainer.steps_done, stage=stage.name, tokens=trainer.tokens_done, **figures)
         snapshots.sync()
 

@@ -219,6 +219,20 @@ def quality_trend(run: RunFiles) -> Finding | None:
     return Finding(Level.FINE, 0.3, "Stages build on each other", text, "quality")
 
 
+def source_trend(run: RunFiles) -> Finding | None:
+    """The last snapshot's sources, against the best that any stage before it reached on each."""
+    *before, last = [s.bits_by_source for s in run.snapshots if s.bits_by_source] or [{}]
+    if not last:
+        return None
+    best = {name: min((b[name] for b in before if name in b), default=math.inf) for name in last}
+    worse = [name for name, bits in last.items() if bits > 1.01 * best[name]]
+    text = "By source, bits per byte at the end: " + ", ".join(f"{name} {bits:.3f}" for name, bits in last.items())
+    if worse:
+        lost = ", ".join(f"{name} was {best[name]:.3f}" for name in worse)
+        return Finding(Level.WATCH, 0.5, "A source was forgotten", f"{text}; {lost} after an earlier stage.", "quality")
+    return Finding(Level.FINE, 0.3, "No source was forgotten", text + ".", "quality")
+
+
 # experts
 
 
@@ -508,6 +522,6 @@ def throughput(run: RunFiles) -> Finding | None:
 
 
 RULES: tuple[Callable[[RunFiles], Finding | None], ...] = (
-    loss_finite, loss_spikes, left_out, loss_trend, gradient, compressors, quality_trend, balance, dead_experts,
-    depth_map, memory, activation_growth, needle, blind_spot, other_tasks, position_loss, throughput,
+    loss_finite, loss_spikes, left_out, loss_trend, gradient, compressors, quality_trend, source_trend, balance,
+    dead_experts, depth_map, memory, activation_growth, needle, blind_spot, other_tasks, position_loss, throughput,
 )  # fmt: skip

@@ -93,6 +93,8 @@ class Snapshot:
     activation_rms: list[tuple[str, float, float]]
     """Sublayer, input, output."""
     state_rms: dict[str, list[float]]
+    bits_by_source: dict[str, float]
+    """Bits per byte of each source's held-out text; empty where there is one source."""
 
 
 @dataclass(frozen=True)
@@ -357,6 +359,7 @@ def _snapshot(line: dict[str, Any]) -> Snapshot:
             (str(s["sublayer"]), _number(s, "input"), _number(s, "output")) for s in line.get("activation_rms") or []
         ],
         state_rms=_by_layer(line, "state_rms", _numbers),
+        bits_by_source={str(name): float(_real(bits)) for name, bits in _part(line, "bits_by_source").items()},
     )
 
 

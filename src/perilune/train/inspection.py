@@ -59,6 +59,19 @@ def inspect(
     return {"bits_per_byte": bits, "expert_load": expert_load(model, loads or {}), **vars(readings)}
 
 
+def bits_by_source(
+    model: K3Model, tokenizer: ByteBPE, held_out: Mapping[str, Sequence[str]], *, context: int
+) -> dict[str, float]:
+    """Bits per byte of every source's own held-out texts, which share `SCORED_BYTES` evenly; those without any are left
+    out."""
+    share = SCORED_BYTES // max(len(held_out), 1)
+    return {
+        name: bits_per_byte(model, tokenizer, sample_texts(texts, share), context=context)
+        for name, texts in held_out.items()
+        if any(texts)
+    }
+
+
 def observe(model: K3Model, batch: Batch) -> Readings:
     """Runs `batch` through the model and reads what goes on in it.
 
