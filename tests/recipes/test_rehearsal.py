@@ -81,3 +81,13 @@ def test_the_command_says_what_it_would_do(capsys) -> None:
     assert printed == rehearsal(recipes.get("100b")).replace(seed=3)
     assert main(["train", "--resume", "runs/x", "--rehearse"]) == 2
     assert "--rehearse: expected a recipe, got a run to go on with" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LARGE)
+def test_a_large_recipe_has_a_plan(name: str, capsys) -> None:
+    """Every stage fits so many GPUs in some layout."""
+    assert main(["plan", name, "--gpus", "256", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert [stage["name"] for stage in plan["stages"]] == [stage.name for stage in recipes.get(name).stages]
+    assert all(0 < stage["peak_bytes"] < 141e9 for stage in plan["stages"])
