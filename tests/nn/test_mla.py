@@ -8,6 +8,7 @@ import torch
 
 from perilune.core.errors import ShapeError
 from perilune.nn import GatedMLA
+from perilune.nn.mla import causal_attention
 from perilune.optim import qk_clip_
 
 D, H, NOPE, ROPE, RANK = 18, 3, 10, 4, 12
@@ -242,3 +243,20 @@ def test_misuse_is_named():
         m(x, cu_seqlens=[0, 4])
     with pytest.raises(ShapeError, match="cache: expected one for 2 sequences, got one for 3"):
         m(x, cache=m.new_cache(3))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("width", [128, 64])
+def test_narrow_values_on_a_gpu_are_those_in_float64(width):
+    shapes = (2, 300, 3, 192), (2, 300, 3, 192), (2, 300, 3, width)
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
+    o = causal_attention(q, k, v, 0.07)
+    do = torch.randn_like(o)
+    got = [o, *torch.autograd.grad(o, (q, k, v), do)]
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    scores = torch.einsum("nthd,nlhd->nhtl", wide[0], wide[1]) * 0.07
+    future = torch.ones(300, 300, dtype=torch.bool, device="cuda").triu(1)
+    exact = torch.einsum("nhtl,nlhv->nthv", scores.masked_fill(future, -torch.inf).softmax(-1), wide[2])
+    for x, y in zip(got, [exact, *torch.autograd.grad(exact, wide, do.double())]):
+        assert (x.double() - y).norm() <= 1e-2 * y.norm()

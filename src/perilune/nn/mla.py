@@ -205,19 +205,28 @@ class GatedMLA(nn.Module):
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """softmax_causal(scale q k^T) v for `q: [N, T, H, D]`, `k: [N, L, H, D]`, `v: [N, L, H, V]`; `[N, T, H, V]`.
 
-    Queries are the last T of L tokens.  Values narrower than keys are widened by zeros: the fused kernels, which never
-    hold T x L scores, want equal widths.
+    Queries are the last T of L tokens.  Values narrower than keys are widened by zeros where no fused kernel, which
+    never holds T x L scores, takes them as they are.
     """
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     width = v.shape[-1]
-    if width < q.shape[-1]:
+    whole = q.shape[-2] == k.shape[-2]
+    if width < q.shape[-1] and not (whole and _takes_narrow_values(q, k, v)):
         v = F.pad(v, (0, q.shape[-1] - width))
-    if q.shape[-2] == k.shape[-2]:
+    if whole:
         o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
     else:
         mask: Tensor = causal_lower_right(q.shape[-2], k.shape[-2])
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     return o[..., :width].transpose(1, 2)
+
+
+def _takes_narrow_values(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether cuDNN computes causal attention of these: a third quicker than with zeros beside v, on an H200."""
+    if not q.is_cuda or not torch.backends.cuda.cudnn_sdp_enabled() or torch.compiler.is_compiling():
+        return False
+    parameters = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, False)
+    return torch.backends.cuda.can_use_cudnn_attention(parameters)
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:

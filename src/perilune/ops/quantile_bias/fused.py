@@ -23,8 +23,8 @@ def add_counts_(
     block = 1 << (E - 1).bit_length()
     histogram_kernel[(M,)](
         scores, bias.contiguous(), None if mask is None else mask.contiguous(), counts,
-        E, scores.stride(0), bins, 1 / bins if scores.is_cuda else float(bins), top_k,
-        BLOCK=block, INVERSE=scores.is_cuda, num_warps=max(block // 1024, 1),
+        E, scores.stride(0), bins, float(bins), top_k,
+        BLOCK=block, num_warps=max(block // 1024, 1),
     )  # fmt: skip
 
 

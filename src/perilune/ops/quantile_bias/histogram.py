@@ -80,4 +80,5 @@ def rebin(counts: Tensor, bias: Tensor, new_bias: Tensor) -> Tensor:
 def bin_range(bias: Tensor, bins: int) -> tuple[Tensor, Tensor]:
     """(lower end, bin width) of the biases `[..., E]` that can be required, both `[..., 1]`."""
     low, high = bias.aminmax(dim=-1, keepdim=True)
-    return low - 1, (high - low + 2) / bins
+    span = high - low + 2
+    return low - 1, span / torch.full_like(span, bins)  # by a number a GPU would multiply by one over it

@@ -14,12 +14,10 @@ def ordered(x):
 
 @Launcher
 @triton.jit
-def histogram_kernel(
-    scores, bias, mask, counts, E, stride, bins, divisor, top_k, BLOCK: tl.constexpr, INVERSE: tl.constexpr
-):
+def histogram_kernel(scores, bias, mask, counts, E, stride, bins, divisor, top_k, BLOCK: tl.constexpr):
     """counts [E, bins] of scores [M, E], rows `stride` apart; see `score_histogram`.
 
-    divisor: bins; INVERSE: one over it, by which torch multiplies on a GPU where it divides by a number.
+    divisor: bins, as a float.
 
     A row is read once and stays in registers.  Its cutoff is found by bisection over all float32, from the sign bit
     down: `cutoff` is the largest number that at least top_k + 1 biased scores reach, hence one of them, exactly.
@@ -49,11 +47,8 @@ def histogram_kernel(
             cutoff = tl.where(reached, higher, cutoff)
         required = ordered(cutoff).to(tl.float32, bitcast=True) - score
         least = tl.min(tl.where(here, b, float("inf")), 0)  # the range of the bins, step by step as `bin_range` has it
-        range_ = tl.broadcast_to(tl.max(tl.where(here, b, float("-inf")), 0) - least + 2.0, [BLOCK])
-        if INVERSE:
-            width = range_ * divisor
-        else:
-            width = tl.div_rn(range_, tl.full([BLOCK], divisor, tl.float32))
+        span = tl.broadcast_to(tl.max(tl.where(here, b, float("-inf")), 0) - least + 2.0, [BLOCK])
+        width = tl.div_rn(span, tl.full([BLOCK], divisor, tl.float32))
         place = tl.floor(tl.div_rn(required - (least - 1.0), width))  # rounded as torch divides
         bin_ = tl.minimum(tl.where(place > 0, place, 0.0), bins - 1.0).to(tl.int32)  # NaN to 0
         at = counts + expert.to(tl.int64) * bins + bin_
