@@ -1,6 +1,7 @@
 """Block attention residuals in the place of the running sum, in a decoder of `transformers`."""
 
 import inspect
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
@@ -23,12 +24,14 @@ from perilune.integrations.retyping import check_forward
 from perilune.nn import BlockAttnRes, DepthStream
 from perilune.nn.attn_res import Start
 from perilune.nn.attn_res_stack import check_block_size
+from perilune.ops import Stored
+from perilune.ops.attn_res.stored import Form, check_form
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
 
 def add_attn_res(
-    model: PreTrainedModel, block_size: int | Literal["full"], *, start: Start = "residual"
+    model: PreTrainedModel, block_size: int | Literal["full"], *, start: Start = "residual", bank: Form | None = None
 ) -> list[BlockAttnRes]:
     """Lets every sublayer of `model` read a learned mixture over depth, in place; returns the mixers that it adds.
 
@@ -39,13 +42,14 @@ def add_attn_res(
             a source of its own.  From the number of layers on, the sources are the embedding and the live sum.
         start: "residual" begins with the outputs that the model has now, up to rounding; "mean" reads the mean of the
             sources instead of their sum, as the papers do (`BlockAttnRes`).
+        bank: in what finished blocks are kept, "bfloat16" or "float8" (`DepthStream`); None: as they are.
 
     Two mixers a layer, `self_attention_res` and `mlp_res` (Mixtral: `experts_res`), and the last layer's
     `output_attn_res` before the final norm; on their layer's device, in the model's dtype, all to be trained.  Other
     parameters keep names and values.  What was chosen is written to `model.config.attn_res`, from which `load_attn_res`
     builds the model again.
 
-    Raises ConfigError for a model, block size or start that does not fit; then the model is as it was.
+    Raises ConfigError for a model, block size, start or bank that does not fit; then the model is as it was.
     """
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
@@ -56,6 +60,8 @@ def add_attn_res(
     layers = _layers_of(decoder)
     if block_size != "full":
         check_block_size(block_size, " or 'full'")
+    if bank is not None:
+        check_form(bank)
     period = 1 if block_size == "full" else 2 * block_size
     width = decoder.config.hidden_size
     places = [next(layer.parameters()).device for layer in layers for _ in range(2)]
@@ -63,13 +69,13 @@ def add_attn_res(
     for i, layer in enumerate(layers):
         layer.__class__ = ADAPTED[type(layer)]
         assert isinstance(layer, AttnResLayer)
-        layer.period, layer.reads = period, 2 * i
+        layer.period, layer.reads, layer.bank = period, 2 * i, bank
         for name, mixer in zip(layer.mixers, mixers[2 * i : 2 * i + 2]):
             layer.add_module(name, mixer)
         layer.output_attn_res = mixers[-1] if i == len(layers) - 1 else None
     for part in {model, decoder}:  # a layer stays on one device
         part._no_split_modules = {*(part._no_split_modules or ()), *(type(layer).__name__ for layer in layers)}
-    model.config.attn_res = {"block_size": block_size, "start": start}
+    model.config.attn_res = {"block_size": block_size, "start": start} | ({} if bank is None else {"bank": bank})
     return mixers
 
 
@@ -135,7 +141,8 @@ class AttnResLayer(nn.Module):
 
     The first layer takes hidden states [B, T, D]; the last one returns them, mixed for the final norm.  In between go
     tuples of tensors, the live sum first, then the finished blocks: no object and no state beside the arguments, so
-    that hooks of sharding, recomputation and pipelines see every tensor.
+    that hooks of sharding, recomputation and pipelines see every tensor.  With a `bank`, several of them stand for a
+    finished block.
     """
 
     sublayers: ClassVar[tuple[tuple[str, str], tuple[str, str]]]
@@ -147,6 +154,7 @@ class AttnResLayer(nn.Module):
     """Names of the children that mix what the two read."""
     period: int
     reads: int
+    bank: Form | None
     output_attn_res: BlockAttnRes | None
     gradient_checkpointing: bool  # these two are set by `gradient_checkpointing_enable`
     _gradient_checkpointing_func: Any
@@ -160,31 +168,54 @@ class AttnResLayer(nn.Module):
         self, hidden_states: Tensor | tuple[Tensor, ...], *args: Any, **kwargs: Any
     ) -> Tensor | tuple[Tensor, ...]:
         kwargs.update(zip(self.arguments, args))
-        live, *bank = (hidden_states,) if isinstance(hidden_states, Tensor) else hidden_states
+        given = (hidden_states,) if isinstance(hidden_states, Tensor) else hidden_states
         if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
             kwargs.update({name: None for name in ("cache", "past_key_values") if name in kwargs}, use_cache=False)
-            new = self._gradient_checkpointing_func(partial(self._run, kwargs), live, *bank)
+            new = self._gradient_checkpointing_func(partial(self._run, kwargs), *given)
         else:
-            new = self._run(kwargs, live, *bank)
+            new = self._run(kwargs, *given)
         if self.output_attn_res is not None:
             return new[0]
-        live, *finished = new
-        return live, *bank, *finished
+        before, behind = self._live(self.reads, given[0].dtype), self._live(self.reads + 2, given[0].dtype)
+        return *new[:behind], *given[before:], *new[behind:]
 
-    def _run(self, options: dict[str, Any], live: Tensor, *bank: Tensor) -> tuple[Tensor, ...]:
+    def _run(self, options: dict[str, Any], *given: Tensor) -> tuple[Tensor, ...]:
         """The new live sum and the blocks finished here; the last mixture after the last layer."""
         (mixer, norm, attention), (second_mixer, second_norm, feed_forward) = self._children()
-        stream = DepthStream.resume([*bank, live], self.period, self.reads)
+        live, each = self._live(self.reads, given[0].dtype), self._each(given[0].dtype)
+        bank = [_source(given[i : i + each]) for i in range(live, len(given), each)]
+        stream = DepthStream.resume([*bank, _source(given[:live])], self.period, self.reads, self.bank)
         stream.add(attention(norm(stream.read(mixer)), **options)[0])
         stream.add(feed_forward(second_norm(stream.read(second_mixer))))
         if self.output_attn_res is not None:
             return (stream.mixed(self.output_attn_res),)
-        return stream.live, *stream.bank[len(bank) :]
+        *finished, live_sum = stream.handed_over()
+        return tuple(x for source in (live_sum, *finished[len(bank) :]) for x in _tensors(source))
+
+    def _each(self, dtype: torch.dtype) -> int:
+        """How many tensors stand for a finished block."""
+        return 1 if self.bank is None or (self.bank == "bfloat16" and dtype.itemsize <= 2) else TENSORS[self.bank]
+
+    def _live(self, reads: int, dtype: torch.dtype) -> int:
+        """How many stand for the live sum before this read: handed over where a block is complete, it is finished."""
+        return self._each(dtype) if reads and reads % self.period == 0 else 1
 
     def _children(self) -> list[tuple[Any, Any, Any]]:
         """(mixer, norm, attention), (mixer, norm, feed-forward)."""
         names = ((mixer, *sublayer) for mixer, sublayer in zip(self.mixers, self.sublayers))
         return [(getattr(self, a), getattr(self, b), getattr(self, c)) for a, b, c in names]
+
+
+TENSORS = {"bfloat16": 2, "float8": 3}
+"""How many fields of a `Stored` source are not None, the first ones."""
+
+
+def _source(tensors: Sequence[Tensor]) -> Tensor | Stored:
+    return tensors[0] if len(tensors) == 1 else Stored(*tensors)
+
+
+def _tensors(source: Tensor | Stored) -> tuple[Tensor, ...]:
+    return (source,) if isinstance(source, Tensor) else tuple(x for x in source.tensors if x is not None)
 
 
 class _LlamaLike(AttnResLayer):

@@ -1,6 +1,6 @@
 """Modules for anybody's model: each stands alone."""
 
-from perilune.nn.attn_res import BlockAttnRes, DepthStream
+from perilune.nn.attn_res import BlockAttnRes, DepthStream, LowRankBank
 from perilune.nn.attn_res_stack import AttnResStack
 from perilune.nn.balancer import (
     AuxLossBalancer,
@@ -31,6 +31,7 @@ __all__ = [
     "HybridCache",
     "KimiDeltaAttention",
     "LatentCache",
+    "LowRankBank",
     "QuantileBalancer",
     "RMSNorm",
     "RecurrentCache",

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from perilune.core.errors import ConfigError, ShapeError
 from perilune.nn.hooks import untouched
 from perilune.nn.norm import RMSNorm
-from perilune.ops import attn_res, share_gradient
+from perilune.ops import Stored, attn_res, project_source, share_gradient, store_source
+from perilune.ops.attn_res.stored import Form, check_form
 
 Start = Literal["mean", "residual"]
 
@@ -22,8 +23,8 @@ Start = Literal["mean", "residual"]
 class BlockAttnRes(nn.Module):
     """One mixer: a pseudo-query and the norm of its keys.
 
-    `sources`: N tensors `[..., D]`; returns their mixture `[..., D]`.  The pseudo-query starts at zero, where all
-    weights are 1/N, so that training begins from
+    `sources`: N tensors `[..., D]`, or what a bank keeps of them (`Stored`); returns their mixture `[..., D]`.  The
+    pseudo-query starts at zero, where all weights are 1/N, so that training begins from
 
         start="mean":      h = sum_i a_i v_i      the plain mean of the sources, as in the papers
         start="residual":  h = N sum_i a_i v_i    their sum: of a depth stream, the plain residual x + f(x) itself
@@ -47,7 +48,7 @@ class BlockAttnRes(nn.Module):
         nn.init.zeros_(self.query)
 
     def forward(
-        self, sources: Sequence[Tensor], norm: RMSNorm | None = None, dtype: torch.dtype | None = None
+        self, sources: Sequence[Tensor | Stored], norm: RMSNorm | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
         """The mixture; with a norm behind it, what that makes of it, in `dtype` as `RMSNorm` has it, in one step where
         nobody has changed the norm."""
@@ -65,6 +66,60 @@ class BlockAttnRes(nn.Module):
         return f"{self.query.shape[0]}, start={self.start!r}"
 
 
+class LowRankBank(nn.Module):
+    """Keeps a finished block v `[..., D]` as v A, `[..., rank]`, and has mixers read v A B.
+
+    A is an orthonormal basis and B its transpose: at first one drawn at random, with `fit` the one that loses least.
+
+    learned: whether B is a parameter.  A is none: for its gradient every v would have to be kept.
+
+    Raises ConfigError for a rank that is not from 1 to hidden_size.
+    """
+
+    down: Tensor
+
+    def __init__(self, hidden_size: int, rank: int, *, learned: bool = True) -> None:
+        super().__init__()
+        if not isinstance(rank, int) or not 1 <= rank <= hidden_size:
+            raise ConfigError(f"rank: expected from 1 to hidden_size ({hidden_size}), got {rank!r}; give, say, a half")
+        self.register_buffer("down", torch.empty(hidden_size, rank))
+        self.up = nn.Parameter(torch.empty(rank, hidden_size), requires_grad=learned)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self._take(nn.init.orthogonal_(torch.empty(self.down.shape, device=self.down.device)))
+
+    @torch.no_grad()
+    def fit(self, blocks: Tensor) -> None:
+        """Takes the directions in which `blocks` `[..., D]`, finished sources of some tokens, are largest.
+
+        They are the eigenvectors of the mean of v v^T; rows count alike, however large they are.
+        """
+        v = blocks.flatten(0, -2).double()
+        v = v / v.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+        self._take(torch.linalg.eigh(v.T @ v).eigenvectors[:, -self.down.shape[1] :])  # in rising order
+
+    @torch.no_grad()
+    def _take(self, basis: Tensor) -> None:
+        self.down.copy_(basis)
+        self.up.copy_(basis.T)
+
+    def forward(self, source: Tensor) -> Stored:
+        return project_source(source, self.down, self.up)
+
+    def extra_repr(self) -> str:
+        return f"{self.down.shape[0]}, rank={self.down.shape[1]}, learned={self.up.requires_grad}"
+
+
+Bank = Form | LowRankBank
+
+
+def check_bank(bank: Bank | None) -> None:
+    """Raises ConfigError for what a stream cannot keep its finished blocks in."""
+    if bank is not None and not isinstance(bank, LowRankBank):
+        check_form(bank)
+
+
 class DepthStream:
     """The residual stream of one forward pass: what sublayers read from and add to.
 
@@ -76,18 +131,27 @@ class DepthStream:
 
     Between sublayers a stream is its `sources`, finished blocks and live sum: tensors, which may be handed to another
     function or another process, where `resume` goes on.
+
+    `bank`: in what finished blocks, the embedding among them, are kept: as they are (None), "bfloat16", "float8" with a
+    scale a row (`store_source`), or a `LowRankBank`.  The read where a block begins is the first that sees the finished
+    one so; the live sum, and the last block, are never rounded.
     """
 
-    def __init__(self, embedding: Tensor, period: int | None) -> None:
+    def __init__(self, embedding: Tensor | Stored, period: int | None, bank: Bank | None = None) -> None:
+        check_bank(bank)
         self.period = period
         self.dtype = embedding.dtype
-        self.bank: list[Tensor] = []
-        self._live: Tensor | None = embedding
+        self.bank: list[Tensor | Stored] = []
+        self._keep_as = bank
+        self._live: Tensor | Stored | None = embedding
         self._reads = 0
 
     @classmethod
-    def resume(cls, sources: Sequence[Tensor], period: int | None, reads: int) -> Self:
-        """Goes on from the `sources` of a stream of this period after `reads` reads and as many adds.
+    def resume(
+        cls, sources: Sequence[Tensor | Stored], period: int | None, reads: int, bank: Bank | None = None
+    ) -> Self:
+        """Goes on from the `sources`, or the `handed_over` ones, of a stream of this period and bank after `reads`
+        reads and as many adds.
 
         Raises ShapeError if they are not as many as such a stream has (`depth`).
         """
@@ -96,8 +160,8 @@ class DepthStream:
                 f"sources: expected {depth} of them before sublayer {reads} in blocks of {period}, got {len(sources)}; "
                 "hand over all sources of the stream, in their order"
             )
-        stream = cls(sources[-1], period)
-        stream.bank = [share_gradient(source) for source in sources[:-1]]
+        stream = cls(sources[-1], period, bank)
+        stream.bank = [x if isinstance(x, Stored) else share_gradient(x) for x in sources[:-1]]
         stream._reads = reads
         return stream
 
@@ -107,21 +171,47 @@ class DepthStream:
         return 1 if period is None else 1 + -(-reads // period)
 
     @property
-    def sources(self) -> list[Tensor]:
+    def sources(self) -> list[Tensor | Stored]:
         """The finished blocks in their order, and the live sum."""
-        return [*self.bank, self.live]
+        return [*self.bank, self._sum]
+
+    def handed_over(self) -> list[Tensor | Stored]:
+        """The sources for a stretch of sublayers that follows; a complete block already as the bank keeps it."""
+        if self._complete:
+            self._live = self._kept()
+        return self.sources
 
     @property
     def live(self) -> Tensor:
         """The running sum of the block in the making."""
+        return self._sum.read() if isinstance(self._sum, Stored) else self._sum
+
+    @property
+    def _sum(self) -> Tensor | Stored:
         assert self._live is not None, "a block begins with a read followed by an add"
         return self._live
 
+    @property
+    def _complete(self) -> bool:
+        """Whether the next read is the one at which the live sum is finished."""
+        return self.period is not None and self._reads % self.period == 0
+
+    def _kept(self) -> Tensor | Stored:
+        """The live sum as the bank keeps it."""
+        live, bank = self._sum, self._keep_as
+        if bank is None or isinstance(live, Stored) or (bank == "bfloat16" and live.element_size() <= 2):
+            return live
+        return bank(live) if isinstance(bank, LowRankBank) else store_source(live, bank)
+
     def read(self, mixer: BlockAttnRes | None, norm: RMSNorm | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """The next sublayer's input, behind its norm if given one; dtype: what is wanted of the norm."""
+        begins = self._complete
+        if begins:
+            self._live = self._kept()
         h = self.mixed(mixer, norm, dtype)
-        if self.period is not None and self._reads % self.period == 0:
-            self.bank.append(share_gradient(self.live))  # every later mixer reads it
+        if begins:
+            live = self._sum
+            self.bank.append(live if isinstance(live, Stored) else share_gradient(live))  # every later mixer reads it
             self._live = None
         self._reads += 1
         return h
@@ -130,7 +220,7 @@ class DepthStream:
         """Takes the sublayer's output into the live sum, which keeps the embedding's dtype under autocast too."""
         if self._live is None or torch.promote_types(self.dtype, output.dtype) != self.dtype:
             output = output.to(self.dtype)
-        self._live = output if self._live is None else self._live + output  # which casts as it reads
+        self._live = output if self._live is None else self.live + output  # which casts as it reads
 
     def mixed(
         self, mixer: BlockAttnRes | None, norm: RMSNorm | None = None, dtype: torch.dtype | None = None

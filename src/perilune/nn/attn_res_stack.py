@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from perilune.core.errors import ConfigError, ShapeError
-from perilune.nn.attn_res import BlockAttnRes, DepthStream, Start
+from perilune.nn.attn_res import Bank, BlockAttnRes, DepthStream, Start, check_bank
 
 
 class AttnResStack(nn.Module):
@@ -28,6 +28,7 @@ class AttnResStack(nn.Module):
     start: what mixers do before they have learned: "residual", what the layers did without them, or "mean"
         (`BlockAttnRes`).
     eps: of the mixers' norms.
+    bank: in what finished blocks are kept, "bfloat16", "float8" or a `LowRankBank` (`DepthStream`); None: as they are.
 
     `forward(x, **options)` is x: [..., D] to y: [..., D]; options go to every layer.  As a stage of a pipeline
     (`split`), it takes the stream's sources and returns them as a tuple; the last stage returns y.
@@ -45,9 +46,11 @@ class AttnResStack(nn.Module):
         adds_input: bool = True,
         start: Start = "residual",
         eps: float = 1e-5,
+        bank: Bank | None = None,
     ) -> None:
         super().__init__()
         check_block_size(block_size)
+        check_bank(bank)
         if not isinstance(hidden_size, int) or hidden_size < 1:
             raise ConfigError(f"hidden_size: expected the width of the layers, got {hidden_size!r}; give the last axis")
         given = _checked(layers)
@@ -58,6 +61,7 @@ class AttnResStack(nn.Module):
         self.layers = nn.ModuleDict({str(n): layer for n, layer in enumerate(given)})
         self.mixers = nn.ModuleDict({str(n): BlockAttnRes(hidden_size, eps, start=start) for n in range(len(given))})
         self.output: BlockAttnRes | None = BlockAttnRes(hidden_size, eps, start=start)
+        self.bank = bank
 
     def split(self, starts: Sequence[int]) -> "list[AttnResStack]":
         """The stack as stages of a pipeline, which share its modules and their names; none of them is empty.
@@ -71,6 +75,8 @@ class AttnResStack(nn.Module):
         edges: list[Any] = [0, *starts, len(self.layers)] if isinstance(starts, Sequence) else [None]
         if self.first or self.output is None:
             raise ConfigError(f"split: expected the whole stack, got a stage from layer {self.first}; split that once")
+        if self.bank is not None:
+            raise ConfigError("bank: expected none in a stack that is split, got one; stages hand on whole sources")
         if not all(isinstance(edge, int) for edge in edges) or any(a >= b for a, b in pairwise(edges)):
             raise ConfigError(
                 f"starts: expected a list of rising ones from 1 to {len(self.layers) - 1}, got {starts!r}; "
@@ -86,6 +92,7 @@ class AttnResStack(nn.Module):
         stage.layers = nn.ModuleDict({name: self.layers[name] for name in names})
         stage.mixers = nn.ModuleDict({name: self.mixers[name] for name in names})
         stage.output = self.output if last == len(self.layers) else None
+        stage.bank = None
         stage.training = self.training
         return stage
 
@@ -94,7 +101,7 @@ class AttnResStack(nn.Module):
             raise ShapeError(f"forward: expected one input by position, got {len(sources)}; give options by name")
         if other := [type(source).__name__ for source in sources if not isinstance(source, Tensor)]:
             raise ShapeError(f"forward: expected tensors, got {other[0]}; unpack what an earlier stage returned")
-        stream = DepthStream.resume(sources, self.block_size, self.first)
+        stream = DepthStream.resume(sources, self.block_size, self.first, self.bank)
         for name, layer in self.layers.items():
             mixer = self.mixers[name]
             assert isinstance(mixer, BlockAttnRes)
@@ -115,7 +122,8 @@ class AttnResStack(nn.Module):
             stream.add(y - h if self.adds_input else y)
         if self.output is not None:
             return stream.mixed(self.output)
-        return tuple(source.view_as(source) for source in stream.sources)  # a stage's outputs are never its inputs
+        whole = cast("list[Tensor]", stream.sources)  # a stage has no bank of its own
+        return tuple(source.view_as(source) for source in whole)  # a stage's outputs are never its inputs
 
     def extra_repr(self) -> str:
         return f"block_size={self.block_size}, adds_input={self.adds_input}, first={self.first}"

@@ -1,6 +1,15 @@
 """Pure functions on tensors, a folder each: a plain reference, the fast path, and the public call."""
 
-from perilune.ops.attn_res import attn_res, attn_res_advance, attn_res_bank, attn_res_merge, share_gradient
+from perilune.ops.attn_res import (
+    Stored,
+    attn_res,
+    attn_res_advance,
+    attn_res_bank,
+    attn_res_merge,
+    project_source,
+    share_gradient,
+    store_source,
+)
 from perilune.ops.cross_entropy import linear_cross_entropy
 from perilune.ops.grouped_experts import grouped_experts
 from perilune.ops.kda import (
@@ -26,6 +35,7 @@ __all__ = [
     "KdaPool",
     "KdaWeights",
     "SoftplusGate",
+    "Stored",
     "attn_res",
     "attn_res_advance",
     "attn_res_bank",
@@ -39,6 +49,7 @@ __all__ = [
     "kda_decode",
     "kda_step",
     "linear_cross_entropy",
+    "project_source",
     "projections",
     "quantile_bias",
     "rms_norm",
@@ -47,6 +58,7 @@ __all__ = [
     "short_conv_context_parallel",
     "sigmoid_glu",
     "situ_glu",
+    "store_source",
     "swiglu",
     "wide_linear",
 ]

@@ -17,6 +17,7 @@ from perilune.data.tokenizer import ByteBPE
 from perilune.models.k3 import K3Model
 from perilune.models.k3.layer import DecoderLayer
 from perilune.nn import BlockAttnRes, KimiDeltaAttention
+from perilune.ops import Stored
 from perilune.ops.attn_res import reference
 from perilune.train.evaluate import bits_per_byte, judging, sample_texts
 
@@ -152,7 +153,8 @@ def _hooked(model: K3Model) -> Iterator[Readings]:
 
 def _reads_weights(name: str, readings: Readings) -> Callable[..., None]:
     def read(mixer: BlockAttnRes, args: tuple[Any, ...]) -> None:
-        v = reference.stacked(args[0])  # [N, B, T, D]
+        sources = [source.read() if isinstance(source, Stored) else source for source in args[0]]
+        v = reference.stacked(sources)  # [N, B, T, D]
         weights = reference.weights(mixer.query, v, mixer.norm.weight, mixer.norm.eps)
         readings.depth_attention.append({"sublayer": name, "weights": weights.flatten(1).mean(1).tolist()})
 

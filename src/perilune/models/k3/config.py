@@ -24,7 +24,7 @@ RESPELLED = {  # keys of linear_attn_config as `transformers` writes them
 
 
 # What releases have no key for; kept under `perilune` in a file.
-OWN = ("layer_types", "balance", "mtp_loss_weight", "balance_loss_weight", "answer_loss_weight")
+OWN = ("layer_types", "attn_res_bank", "balance", "mtp_loss_weight", "balance_loss_weight", "answer_loss_weight")
 
 
 Recompute = Literal["none", "sublayers", "layers", "blocks"]
@@ -106,6 +106,7 @@ class K3Config(Config):
     carried: dict[str, Any] = field(default_factory=dict)  # keys that do not shape the network
     # this library's own
     layer_types: tuple[str, ...] | None = None  # a registered attention for every layer, instead of the two lists
+    attn_res_bank: Literal["bfloat16", "float8"] | None = None  # in what finished blocks are kept, None: as they are
     balance: BalanceConfig = BalanceConfig()
     mtp_loss_weight: float = 0.1
     balance_loss_weight: float = 1.0
@@ -124,6 +125,11 @@ class K3Config(Config):
         size = self.attn_res_block_size
         if isinstance(size, int) and size < 1:
             raise ConfigError(f"attn_res_block_size: expected at least 1, got {size}; null is the plain residual")
+        if size is None and self.attn_res_bank is not None:
+            raise ConfigError(
+                f"attn_res_bank: expected null with the plain residual, got {self.attn_res_bank!r}; "
+                "give attn_res_block_size too"
+            )
 
     def _check_sizes(self) -> None:
         _at_least(
@@ -231,6 +237,8 @@ class K3Config(Config):
         values = self.to_dict()
         carried = values.pop("carried")
         own = {key: values.pop(key) for key in OWN}
+        if own["attn_res_bank"] is None:
+            del own["attn_res_bank"]
         outer = carried.pop("outer", None)
         values["num_key_value_heads"] = self.num_attention_heads
         inner = {**_without_absent(values), **carried, "perilune": own}

@@ -16,10 +16,11 @@ from perilune.models.k3.config import K3Config, Recompute
 from perilune.models.k3.layer import DecoderLayer, MTPLayer
 from perilune.models.k3.roles import parameter_roles
 from perilune.nn import BlockAttnRes, DepthStream, GatedMLA, HybridCache, RMSNorm, StableLatentMoE, initialize_
+from perilune.nn.attn_res import Bank
 from perilune.nn.balancer import Balancer
 from perilune.nn.norm import GatedHeadNorm
 from perilune.nn.recompute import recomputed
-from perilune.ops import linear_cross_entropy
+from perilune.ops import Stored, linear_cross_entropy
 from perilune.ops.autocast import dtype_for_products
 from perilune.ops.cross_entropy import IGNORED
 from perilune.ops.packing import boundaries
@@ -51,6 +52,7 @@ class Backbone(nn.Module):
         super().__init__()
         mixers = config.residual_period is not None
         self.period = config.residual_period
+        self.bank: Bank | None = config.attn_res_bank
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             DecoderLayer(config, config.attention(i), moe=config.is_moe(i), mixers=mixers)
@@ -85,12 +87,12 @@ class Backbone(nn.Module):
                     f"stream: expected that of the stage which ends before layer {self.stage.start}, got none; "
                     "hand over what it gave for these input_ids"
                 )
-            stream = DepthStream(self.embed_tokens(input_ids), self.period)
+            stream = DepthStream(self.embed_tokens(input_ids), self.period, self.bank)
         if self.training and self.recompute != "none":
             climb = self._climb if self.recompute != "blocks" else self._climb_by_sublayers
             for first, last in itertools.pairwise(self._stretches()):
-                sources = recomputed(climb, first, last, cu_seqlens, mask, group, *stream.sources)
-                stream = DepthStream.resume(sources, self.period, last)
+                sources = recomputed(climb, first, last, cu_seqlens, mask, group, *stream.handed_over())
+                stream = DepthStream.resume(sources, self.period, last, self.bank)
         else:
             for i in self.stage:
                 past = None if cache is None else cache.layers[i]
@@ -111,19 +113,20 @@ class Backbone(nn.Module):
         cu_seqlens: Sequence[int] | None,
         mask: Tensor | None,
         group: "dist.ProcessGroup | None",
-        *sources: Tensor,
-    ) -> tuple[Tensor, ...]:
+        *sources: Tensor | Stored,
+    ) -> tuple[Tensor | Stored, ...]:
         """A stream's sources before sublayer `first` to those before sublayer `last`."""
-        stream = DepthStream.resume(sources, self.period, first)
+        stream = DepthStream.resume(sources, self.period, first, self.bank)
         for read in range(first, last):
             layer = cast("DecoderLayer", self.layers[read // 2])
             if read % 2 == 0:
                 layer.attend(stream, cu_seqlens=cu_seqlens, group=group)
             else:
                 layer.feed(stream, mask=mask)
-        return tuple(stream.sources)
+        at_the_end = last == 2 * len(self.layers)  # what the head reads is a live sum, complete or not
+        return tuple(stream.sources if at_the_end else stream.handed_over())
 
-    def _climb_by_sublayers(self, first: int, last: int, *arguments: Any) -> tuple[Tensor, ...]:
+    def _climb_by_sublayers(self, first: int, last: int, *arguments: Any) -> tuple[Tensor | Stored, ...]:
         """The same; while it is recomputed, it keeps the live sums and one sublayer whole."""
         *beside, sources = *arguments[:3], arguments[3:]
         for read in range(first, last):

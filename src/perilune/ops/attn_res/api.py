@@ -7,8 +7,9 @@ from torch import Tensor
 
 from perilune.core.backends import Backends
 from perilune.core.errors import ShapeError
-from perilune.ops.attn_res import chunked, fused, reference
+from perilune.ops.attn_res import chunked, fused, reference, stored
 from perilune.ops.attn_res.checks import check_sources, check_vector
+from perilune.ops.attn_res.stored import Stored
 from perilune.ops.autocast import without_autocast
 
 BACKENDS = Backends("attn_res")  # best first
@@ -16,10 +17,14 @@ BACKENDS.register("triton", fused.attn_res_fused, fused.refuses)
 BACKENDS.register("chunked", chunked.attn_res)
 BACKENDS.register("reference", reference.attn_res)
 
+STORED = Backends("attn_res of stored sources")
+STORED.register("chunked", stored.by_rows)
+STORED.register("reference", stored.plain)
+
 
 def attn_res(
     query: Tensor,
-    sources: Sequence[Tensor],
+    sources: Sequence[Tensor | Stored],
     key_weight: Tensor,
     *,
     eps: float = 1e-5,
@@ -37,7 +42,8 @@ def attn_res(
     gives the plain mean, a single source gives that source, and its query a gradient of exactly 0.
 
     query, key_weight: [D], the mixer's pseudo-query and its RMSNorm weight.  sources: one or more tensors [..., D] of
-    one shape and floating dtype.  eps: that of the norm, in the units of v^2.
+    one shape and floating dtype, whole or as `store_source` and `project_source` keep them.  eps: that of the norm, in
+    the units of v^2.
     norm_weight: [D], if what is wanted is the mixture's RMSNorm, h rsqrt(mean h^2 + norm_eps) norm_weight.
     Returns [..., D] in the dtype of the sources, or in `dtype`: what a caller under autocast, who would cast the result
     anyway, asks for.  Scores, softmax and sum are float32 (float64 for float64).
@@ -46,14 +52,18 @@ def attn_res(
     backend: "auto", "triton" (on a GPU), "chunked" or "reference".
     Raises ShapeError where the tensors do not fit, BackendError for a backend that cannot serve the call.
     """
-    check_sources(sources)
-    check_vector("query", query, sources[0])
-    check_vector("key_weight", key_weight, sources[0])
+    likes = [source.like if isinstance(source, Stored) else source for source in sources]
+    check_sources(likes)
+    check_vector("query", query, likes[0])
+    check_vector("key_weight", key_weight, likes[0])
     if norm_weight is not None:
-        check_vector("norm_weight", norm_weight, sources[0])
-    dtype = sources[0].dtype if dtype is None else dtype
+        check_vector("norm_weight", norm_weight, likes[0])
+    dtype = likes[0].dtype if dtype is None else dtype
     if not dtype.is_floating_point:
         raise ShapeError(f"dtype: expected a floating dtype, got {dtype}; cast the result yourself")
-    with without_autocast(sources[0]):
-        arguments = (query, sources, key_weight, eps, norm_weight, norm_eps, dtype)
-        return BACKENDS.pick(backend, *arguments)(*arguments)
+    backends, given = BACKENDS, sources
+    if any(isinstance(source, Stored) for source in sources):
+        backends, given = STORED, [x if isinstance(x, Stored) else Stored(x) for x in sources]
+    with without_autocast(likes[0]):
+        arguments = (query, given, key_weight, eps, norm_weight, norm_eps, dtype)
+        return backends.pick(backend, *arguments)(*arguments)

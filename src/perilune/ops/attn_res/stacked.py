@@ -4,7 +4,7 @@ For GPUs and more sources than the kernels serve.  Each pass stacks them for its
 the chunked form keeps: references to the sources, and two numbers a row and source.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,10 +37,7 @@ class Stacked(torch.autograd.Function):
         score, inverse_rms = w.new_empty(2, len(rows), len(rows[0])).unbind()  # [N, R] each
         out = torch.empty(sources[0].shape, dtype=sources[0].dtype, device=w.device)
         for part, v in stacks(rows, compute):
-            r = (torch.linalg.vector_norm(v, dim=-1).square() / w.shape[0] + eps).rsqrt()  # [N, block]
-            s = (v @ w) * r
-            as_rows(out)[part] = torch.einsum("nr,nrd->rd", torch.softmax(s, dim=0), v).to(out.dtype)
-            score[:, part], inverse_rms[:, part] = s, r
+            as_rows(out)[part], score[:, part], inverse_rms[:, part] = mixture(v, w, eps)
         ctx.save_for_backward(query, key_weight, score, inverse_rms, *sources)
         ctx.sums = sums_of(sources)
         return out
@@ -57,22 +54,34 @@ class Stacked(torch.autograd.Function):
         dw = torch.zeros_like(w)
         with without_autocast(w):
             for part, v in stacks([as_rows(source) for source in sources], compute):
-                d, s, r = dout[part].to(compute), score[:, part], inverse_rms[:, part]
-                a = torch.softmax(s, dim=0)
-                da = torch.einsum("rd,nrd->nr", d, v)
-                ds = a * (da - (a * da).sum(0))
-                along_w = ds * r
-                along_v = along_w * s * r / -w.shape[0]
-                dw += along_w.flatten() @ v.flatten(0, 1)
-                dv = v.mul_(along_v.unsqueeze(-1))  # the stack is this pass' own
-                dv.addcmul_(a.unsqueeze(-1), d).addcmul_(along_w.unsqueeze(-1), w)
+                more, dv = derivatives(v, dout[part].to(compute), score[:, part], inverse_rms[:, part], w)
+                dw += more
                 put(dv, places, adds, part)
         dquery = (dw * key_weight.to(compute)).to(query.dtype)
         dkey_weight = (dw * query.to(compute)).to(key_weight.dtype)
         return dquery, dkey_weight, None, *dsources
 
 
-def put(dv: Tensor, places: list[Tensor | None], adds: list[bool], part: slice) -> None:
+def mixture(v: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """v: [N, block, D] -> their mixture [block, D]; scores and inverse norms, [N, block]."""
+    r = (torch.linalg.vector_norm(v, dim=-1).square() / w.shape[0] + eps).rsqrt()
+    s = (v @ w) * r
+    return torch.einsum("nr,nrd->rd", torch.softmax(s, dim=0), v), s, r
+
+
+def derivatives(v: Tensor, d: Tensor, s: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """From the mixture's gradient d [block, D]: what these rows give dw [D]; dv [N, block, D], in the place of v."""
+    a = torch.softmax(s, dim=0)
+    da = torch.einsum("rd,nrd->nr", d, v)
+    ds = a * (da - (a * da).sum(0))
+    along_w = ds * r
+    along_v = along_w * s * r / -w.shape[0]
+    dw = along_w.flatten() @ v.flatten(0, 1)
+    dv = v.mul_(along_v.unsqueeze(-1))
+    return dw, dv.addcmul_(a.unsqueeze(-1), d).addcmul_(along_w.unsqueeze(-1), w)
+
+
+def put(dv: Sequence[Tensor] | Tensor, places: list[Tensor | None], adds: list[bool], part: slice) -> None:
     """Writes each source's gradient to its place, or adds it to the sum that is there, rounded once."""
     wanted = [(as_rows(place)[part], x, add) for place, x, add in zip(places, dv, adds) if place is not None]
     for into, x, add in wanted:
