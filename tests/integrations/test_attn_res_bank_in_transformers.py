@@ -69,20 +69,24 @@ def test_layers_hand_on_what_one_stream_holds(block_size: int | str, bank: str) 
     assert (model(ids).logits - whole(ids).logits).abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bank", ["bfloat16", "float8"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_gradient_checkpointing_changes_nothing(family: str, bank: str, dtype: torch.dtype, reentrant: bool) -> None:
+def test_gradient_checkpointing_changes_nothing(family: str, bank: str, dtype: torch.dtype) -> None:
+    """Bit by bit; the reentrant kind, which adds gradients in another order, up to that."""
     for block_size in ("full", 2):
         model, ids = make(family, block_size, bank, dtype).train(), tokens(2, 9)
+        want = gradients(model, ids)
         again = copy.deepcopy(model)
-        again.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        if reentrant:
-            again.enable_input_require_grads()
-        got, want = gradients(again, ids), gradients(model, ids)
+        again.gradient_checkpointing_enable({"use_reentrant": False})
+        got = gradients(again, ids)
+        assert all(torch.equal(got[name], expected) for name, expected in want.items())
+        if dtype == torch.bfloat16:  # every one of those sums is rounded, with a bank or without
+            continue
+        again.gradient_checkpointing_enable({"use_reentrant": True})
+        again.enable_input_require_grads()
+        got, near = gradients(again, ids), 1e-10 if dtype == torch.float64 else 3e-4
         for name, expected in want.items():
-            near = 1e-9 if dtype == torch.float64 else 0.03
             assert (got[name] - expected).norm() <= near * expected.norm() + 1e-12, name
 
 
