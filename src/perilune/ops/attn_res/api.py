@@ -7,7 +7,7 @@ from torch import Tensor
 
 from perilune.core.backends import Backends
 from perilune.core.errors import ShapeError
-from perilune.ops.attn_res import chunked, fused, reference, stored
+from perilune.ops.attn_res import chunked, fused, reference, stored, stored_fused
 from perilune.ops.attn_res.checks import check_sources, check_vector
 from perilune.ops.attn_res.stored import Stored
 from perilune.ops.autocast import without_autocast
@@ -18,6 +18,7 @@ BACKENDS.register("chunked", chunked.attn_res)
 BACKENDS.register("reference", reference.attn_res)
 
 STORED = Backends("attn_res of stored sources")
+STORED.register("triton", stored_fused.float8_fused, stored_fused.refuses)
 STORED.register("chunked", stored.by_rows)
 STORED.register("reference", stored.plain)
 
