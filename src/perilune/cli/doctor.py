@@ -111,6 +111,14 @@ def _attn_res(device: "torch.device") -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (x[0], [x, x], x[0], 1e-5, None, 1e-5), {}
 
 
+def _attn_res_stored(device: "torch.device") -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A source in float8 and a whole one."""
+    from perilune.ops import Stored, store_source
+
+    query, (x, _), *rest = _attn_res(device)[0]
+    return (query, [store_source(x, "float8"), Stored(x)], *rest), {}
+
+
 def _attn_res_bank(device: "torch.device") -> tuple[tuple[Any, ...], dict[str, Any]]:
     query, sources, *_ = _attn_res(device)[0]
     return (query[None], sources, query[None]), {"eps": 1e-5}
@@ -206,6 +214,7 @@ def _route(device: "torch.device") -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 USUAL: "dict[str, Callable[[torch.device], tuple[tuple[Any, ...], dict[str, Any]]]]" = {
     "attn_res": _attn_res,
+    "attn_res_stored": _attn_res_stored,
     "attn_res_bank": _attn_res_bank,
     "attn_res_merge": _attn_res_merge,
     "gated_rms_norm": _gated_rms_norm,

@@ -17,7 +17,7 @@ BACKENDS.register("triton", fused.attn_res_fused, fused.refuses)
 BACKENDS.register("chunked", chunked.attn_res)
 BACKENDS.register("reference", reference.attn_res)
 
-STORED = Backends("attn_res of stored sources")
+STORED = Backends("attn_res_stored")
 STORED.register("triton", stored_fused.float8_fused, stored_fused.refuses)
 STORED.register("chunked", stored.by_rows)
 STORED.register("reference", stored.plain)
