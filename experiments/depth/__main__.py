@@ -15,7 +15,7 @@ HOME = Path("runs/depth")
 
 
 def main(words: list[str] | None = None) -> int:
-    parser = parser_of("depth", what, (*SCALES, "page"), HOME, jobs="what the scale says")
+    parser = parser_of("depth", what, (*SCALES, "page", "bank"), HOME, jobs="what the scale says")
     parser.add_argument("--device", type=device_name, default="auto", help="auto, cpu or cuda:N (auto)")
     parser.add_argument("--variants", help="which forms of the residual, by commas (all)")
     parser.add_argument("--minutes", type=float, help="ends in that time, keeping what is finished (none)")
@@ -32,6 +32,11 @@ def do(part: str, args: argparse.Namespace, console: Console) -> None:
         from experiments.depth import page
 
         page.write(args.out, console)
+        return
+    if part == "bank":
+        from experiments.depth import bank
+
+        bank.measure(args.out / "bank", args.seeds or 2, console)
         return
     import torch
 
