@@ -49,9 +49,7 @@ def measure(home: Path, seeds: int, console: Console) -> None:
     runs = []
     for seed in range(seeds):
         console.print(f"seed {seed}: {len(BANKS)} nets of {STACK.steps} steps")
-        runs.append(
-            {bank: once(home / f"{bank.replace(' ', '-')}-seed{seed}.json", bank, seed, rows) for bank in BANKS}
-        )
+        runs.append({bank: once(home, bank, seed, rows) for bank in BANKS})
     times = mixture_times()
     figures = [{"bank": bank, **merged([run[bank] for run in runs]), "ms": times[bank]} for bank in BANKS]
     result = {"steps": STACK.steps, "seeds": seeds, "threads": torch.get_num_threads(), "torch": torch.__version__}
