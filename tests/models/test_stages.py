@@ -6,7 +6,8 @@ from itertools import combinations, pairwise
 import pytest
 import torch
 
-from perilune.core.errors import ShapeError
+from perilune.core.errors import ConfigError, ShapeError
+from perilune.models.k3 import K3Model, presets
 from perilune.models.k3.stages import costs, keep_stage_, reads_embedding, stages_of
 from perilune.nn import DepthStream
 from tiny_k3 import assert_close, config, ids, model
@@ -144,3 +145,9 @@ def test_a_stage_without_the_one_before_it_is_refused():
     stage = keep_stage_(made(), range(2, LAYERS))
     with pytest.raises(ShapeError, match="stream: expected that of the stage which ends before layer 2, got none"):
         stage(ids(1, 4))
+
+
+def test_blocks_that_a_bank_keeps_otherwise_are_not_handed_on():
+    k3 = K3Model(presets.nano().replace(attn_res_bank="float8"))
+    with pytest.raises(ConfigError, match=r"^attn_res_bank: expected none in a pipeline.*'float8'"):
+        keep_stage_(k3, range(2))

@@ -187,6 +187,11 @@ class DepthStream:
         return self._sum.read() if isinstance(self._sum, Stored) else self._sum
 
     @property
+    def like(self) -> Tensor:
+        """A tensor of the live sum's shape, dtype and device, for whoever asks for no more."""
+        return self._sum.like if isinstance(self._sum, Stored) else self._sum
+
+    @property
     def _sum(self) -> Tensor | Stored:
         assert self._live is not None, "a block begins with a read followed by an add"
         return self._live

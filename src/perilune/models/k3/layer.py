@@ -97,13 +97,13 @@ class DecoderLayer(nn.Module):
         group: "dist.ProcessGroup | None" = None,
     ) -> None:
         """The first sublayer alone."""
-        x = stream.read(self.self_attention_res, self.input_layernorm, dtype_for_products(stream.live))
+        x = stream.read(self.self_attention_res, self.input_layernorm, dtype_for_products(stream.like))
         cut = {} if group is None else {"group": group}  # not every attention can
         stream.add(self.self_attn(x, cache=cache, cu_seqlens=cu_seqlens, **cut))
 
     def feed(self, stream: DepthStream, *, mask: Tensor | None = None) -> None:
         """The second."""
-        x = stream.read(self.mlp_res, self.post_attention_layernorm, dtype_for_products(stream.live))
+        x = stream.read(self.mlp_res, self.post_attention_layernorm, dtype_for_products(stream.like))
         if self.block_sparse_moe is not None:
             stream.add(self.block_sparse_moe(x, mask))
         else:

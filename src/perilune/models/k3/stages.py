@@ -5,6 +5,7 @@ from itertools import accumulate, pairwise
 
 from torch import nn
 
+from perilune.core.errors import ConfigError
 from perilune.models.k3.config import K3Config
 from perilune.models.k3.flops import end_parts, layer_parts, mixer_sources
 from perilune.models.k3.model import K3Model
@@ -46,7 +47,14 @@ def keep_stage_(model: K3Model, layers: range) -> K3Model:
     tied to it or further tokens are predicted: then both have a copy, whose gradients are to be summed.  Whatever stays
     keeps its name.  A stage's `forward` takes a `stream`, the first one's `input_ids` alone, and gives one, the last
     one's a loss.
+
+    Raises ConfigError for a model that keeps finished blocks in another form: stages hand them on whole.
     """
+    if model.config.attn_res_bank is not None:
+        raise ConfigError(
+            f"attn_res_bank: expected none in a pipeline, whose stages hand on whole blocks, got "
+            f"{model.config.attn_res_bank!r}; leave it out, or train without pipeline"
+        )
     backbone = model.model
     backbone.stage = layers
     for i in range(len(backbone.layers)):

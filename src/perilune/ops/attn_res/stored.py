@@ -192,21 +192,21 @@ class _Read(torch.autograd.Function):
 
 def plain(
     query: Tensor, sources: Sequence[Stored], key_weight: Tensor, eps: float,
-    norm_weight: Tensor | None, norm_eps: float,
+    norm_weight: Tensor | None, norm_eps: float, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """The equation over what is read."""
     wide = torch.promote_types(sources[0].dtype, torch.float32)
     read = [source.read(wide) for source in sources]
-    return reference.attn_res(query, read, key_weight, eps, norm_weight, norm_eps).to(sources[0].dtype)
+    return reference.attn_res(query, read, key_weight, eps, norm_weight, norm_eps, dtype)
 
 
 def by_rows(
     query: Tensor, sources: Sequence[Stored], key_weight: Tensor, eps: float,
-    norm_weight: Tensor | None, norm_eps: float,
+    norm_weight: Tensor | None, norm_eps: float, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """The same, a few rows at a time in either pass."""
     h = _Mix.apply(query, key_weight, eps, *(x for source in sources for x in source.tensors))
-    return reference.normalized(h, norm_weight, norm_eps).to(h.dtype)
+    return reference.normalized(h, norm_weight, norm_eps).to(dtype)
 
 
 def _sources(tensors: Sequence[Tensor | None]) -> list[Stored]:

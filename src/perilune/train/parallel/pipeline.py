@@ -100,7 +100,7 @@ class Pipeline:
         for name in self._loss_names(part):
             losses[name] = torch.zeros((), device=self.device)
         assert output.stream is not None
-        given = [x.contiguous() for x in output.stream.sources]
+        given = [cast("Tensor", x).contiguous() for x in output.stream.sources]
         return _Flight(taken, given, self._send(given, self.above, self.ranks.forth))
 
     def _backward(self, flight: _Flight) -> None:
