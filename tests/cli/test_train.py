@@ -638,6 +638,7 @@ def test_the_time_left_is_judged_by_the_steps_since_the_start(monkeypatch):
             now[0] += 2
             watch(SimpleNamespace(
                 stage=stage, stage_number=2, stages=3, step=step, steps=100, losses={"next_token": 2.5}, seconds=2.0,
+                skipped=None,
             ))  # fmt: skip
     shown = console.file.getvalue().splitlines()
     assert shown[0] == "step 68/100  stage 2/3 long  loss 2.500  32 tokens/s  1.1 min left"  # 32 steps

@@ -42,7 +42,7 @@ KINDS = (
     Kind("JSONL, streamed", "*.jsonl", streamed=True),
     Kind("JSONL, gzip, streamed", "*.jsonl.gz", streamed=True),
     Kind("Parquet, streamed", "*.parquet", streamed=True),
-    Kind("Parquet, streamed, a tenth needles", "*.parquet", streamed=True, mix={TEXT: 0.9, TASK: 0.1}),
+    Kind("Parquet, with needles", "*.parquet", streamed=True, mix={TEXT: 0.9, TASK: 0.1}),
 )
 
 
@@ -124,7 +124,7 @@ class Reading(Sheet):
         if not result["passed"]:
             yield f"{self.name}: check {result['check']}\nnot timed"
             return
-        heads = ("tokens/s", "per CPU second", "million tokens", "opened in s", "gone on halfway in s")
+        heads = ("tokens/s", "a CPU's", "million", "open s", "resume s")
         table = table_of(f"{self.title}: batches of {self.batch_tokens:,} tokens, one process", "", *heads)
         for row in result["times"]:
             if "skipped" in row:

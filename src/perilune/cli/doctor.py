@@ -108,7 +108,7 @@ def _attn_res(device: "torch.device") -> tuple[tuple[Any, ...], dict[str, Any]]:
     import torch
 
     x = torch.zeros(4, 128, dtype=torch.bfloat16, device=device)
-    return (x[0], [x, x], x[0], 1e-5, None, 1e-5), {}
+    return (x[0], [x, x], x[0], 1e-5, None, 1e-5, x.dtype), {}
 
 
 def _attn_res_stored(device: "torch.device") -> tuple[tuple[Any, ...], dict[str, Any]]:
