@@ -633,7 +633,9 @@ def test_the_time_left_is_judged_by_the_steps_since_the_start(monkeypatch):
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     console = Console(file=io.StringIO(), width=200)
     stage = Stage(name="long", context=8, batch_tokens=64, tokens=6400, lr=1e-3, lr_end=0.0)
-    with progress.watching(console, SimpleNamespace(steps=100, steps_done=60)) as watch:
+    with progress.watching(
+        console, SimpleNamespace(steps=100, steps_done=60, guard=SimpleNamespace(skipped=0))
+    ) as watch:
         for step in range(61, 101):
             now[0] += 2
             watch(SimpleNamespace(
