@@ -126,3 +126,11 @@ def test_mistakes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rensa", None)
     with pytest.raises(DataError, match=r"expected the package rensa, found none; pip install 'perilune\[data\]'"):
         NearDuplicates(0.8)
+
+
+def test_what_has_no_utf8_has_a_sketch_and_a_name() -> None:
+    """Files may be named in other bytes, and JSON can spell half of a pair."""
+    kept = NearDuplicates(0.8)
+    assert kept.keep("odd\udcfe.txt", "a text that is named oddly") is None
+    assert kept.keep("b", "A text that is named, oddly") == "odd\\udcfe.txt"
+    assert [kept.keep("c", "\ud800 !"), kept.keep("d", "\ud800 !"), kept.keep("e", "\ud801 !")] == [None, "c", None]

@@ -136,3 +136,16 @@ def test_documents_are_all_there_with_their_places(folder: Path) -> None:
     found = list(documents(TextSource(path=str(folder / "raw"), pattern="*")))
     assert len(found) == 83
     assert len({name for name, _ in found}) == 83
+
+
+@pytest.mark.parametrize("options", [[], ["--near-duplicates", "0.8"]])
+def test_files_named_in_other_bytes(tmp_path: Path, options: list[str]) -> None:
+    (tmp_path / "raw").mkdir()
+    try:
+        (tmp_path / "raw" / "odd\udcfe.txt").write_text(prose(1))
+    except OSError:
+        pytest.skip("this file system has no such names")
+    write(tmp_path / "judged" / "j.jsonl", ["\ud800 !"])  # half of a pair, and no word
+    words = ["prepare", str(tmp_path / "raw"), *options, "--against", str(tmp_path / "judged")]
+    assert main([*words, "--out", str(tmp_path / "ready")]) == 0
+    assert rows(tmp_path / "ready") == [(f"{tmp_path}/raw/odd\\udcfe.txt", prose(1))]

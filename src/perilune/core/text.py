@@ -14,3 +14,8 @@ def has_half_pair(text: str) -> bool:
     except UnicodeEncodeError:
         return True
     return False
+
+
+def printable(text: str) -> str:
+    r"""The same with halves of surrogate pairs spelled, `\ud800`."""
+    return text.encode(errors="backslashreplace").decode()

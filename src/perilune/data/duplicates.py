@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 
 from perilune.core.errors import ConfigError
+from perilune.core.text import printable
 from perilune.data.shards import needed
 
 SHINGLE = 5
@@ -48,6 +49,7 @@ class NearDuplicates:
 
     def keep(self, name: str, text: str) -> str | None:
         """Keeps `text` under a name of its own; or says which text that was kept it is almost, and does not."""
+        name = printable(name)
         sketch = self._sketch(HASHES, SEED)
         sketch.update(list(shingles(text)))
         if found := self._kept.get_duplicates(sketch):
@@ -60,7 +62,7 @@ def shingles(text: str) -> Iterator[str]:
     """Every run of `SHINGLE` words; all words of a shorter text, the text itself where it has none."""
     words = _WORD.findall(text.lower())
     if len(words) <= SHINGLE:
-        yield " ".join(words) or text
+        yield " ".join(words) or printable(text)
         return
     for i in range(len(words) - SHINGLE + 1):
         yield " ".join(words[i : i + SHINGLE])

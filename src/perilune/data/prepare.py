@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from perilune.core.errors import DataError
+from perilune.core.text import printable
 from perilune.data.corpus import local_files, reason_to_skip
 from perilune.data.duplicates import NearDuplicates
 from perilune.data.shards import is_shard, needed, read_shard
@@ -89,9 +90,9 @@ def documents(source: TextSource) -> Iterator[tuple[str, str]]:
         raise DataError("path: expected files or a dataset, got the standard library; it is ready as it is")
     for _, path in local_files(source.path, source.pattern):
         if is_shard(path):
-            yield from ((f"{path}:{line}", text) for line, text in read_shard(path, source.text_key))
+            yield from ((f"{printable(str(path))}:{line}", text) for line, text in read_shard(path, source.text_key))
         else:
-            yield str(path), _read(path)
+            yield printable(str(path)), _read(path)
 
 
 def write_shards(rows: Iterable[tuple[str, str]], folder: Path, tell: Callable[[int], None] = lambda rows: None) -> int:
