@@ -10,7 +10,7 @@ from perilune.data.source import TextSource
 from perilune.data.tasks import TASKS
 from perilune.models.k3 import K3Model
 from perilune.nn.load import layer_load
-from perilune.recipes.rehearsal import STEPS, rehearsal
+from perilune.recipes.rehearsal import LEAST, STEPS, rehearsal
 from perilune.train.config import Run
 from perilune.train.loop import Trainer
 
@@ -38,6 +38,18 @@ def test_what_a_recipe_says_is_what_is_rehearsed(name: str) -> None:
         assert own_model[switch] == model[switch]
     for whether in ("q_lora_rank", "routed_expert_hidden_size", "attn_res_block_size", "layer_types"):
         assert (own_model[whether] is None) == (model[whether] is None)
+
+
+def test_no_length_is_too_short_for_a_task() -> None:
+    """Words take more tokens than in the recipe, whose vocabulary is larger."""
+    assert min(stage.context for name in recipes.RECIPES for stage in recipes.get(name).stages) < LEAST
+    lengths = {
+        length
+        for name in recipes.RECIPES
+        for s in rehearsal(recipes.get(name)).stages
+        for length in (s.context, s.micro_tokens or s.context)
+    }
+    assert min(lengths) == LEAST
 
 
 @pytest.mark.slow

@@ -5,9 +5,9 @@ from perilune.models.k3.config import K3Config, hybrid_layers
 from perilune.train.config import Run, Stage
 
 SMALLER = 512
-"""What lengths are divided by, as long as they stay at `LEAST`: 8K to 1M become 512 to 2,048."""
+"""What lengths are divided by, down to `LEAST`: 8K to 1M become 512 to 2,048."""
 LEAST = 512
-"""Tokens, in which every task has room for what it says."""
+"""Tokens, in which every task has room for what it says; shorter lengths become so long."""
 VOCABULARY = 1024
 STEPS = 2
 """Of each stage."""
@@ -78,4 +78,4 @@ def _short(stage: Stage) -> Stage:
 
 
 def _smaller(tokens: int) -> int:
-    return max(min(tokens, LEAST), tokens // SMALLER)
+    return max(LEAST, tokens // SMALLER)
