@@ -308,4 +308,6 @@ def test_all_ranks_leave_out_what_one_finds_far(tmp_path):
         for _ in range(12):
             alone.step(alone.feed.next())
     assert alone.guard.skipped == 1
-    run_ranks(2, tmp_path, check_ranks, dict(alone.model.state_dict()), [Layout(), Layout(context=2)])
+    run_ranks(
+        2, tmp_path, check_ranks, dict(alone.model.state_dict()), [Layout(), Layout(context=2), Layout(pipeline=2)]
+    )
