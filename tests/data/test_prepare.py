@@ -149,3 +149,13 @@ def test_files_named_in_other_bytes(tmp_path: Path, options: list[str]) -> None:
     words = ["prepare", str(tmp_path / "raw"), *options, "--against", str(tmp_path / "judged")]
     assert main([*words, "--out", str(tmp_path / "ready")]) == 0
     assert rows(tmp_path / "ready") == [(f"{tmp_path}/raw/odd\\udcfe.txt", prose(1))]
+
+
+def test_what_is_judged_is_left_out_whatever_its_file_is_called(tmp_path: Path) -> None:
+    """The pattern is of what is read alone."""
+    write(tmp_path / "raw" / "a.jsonl", [prose(1), prose(2)])
+    (tmp_path / "judged").mkdir()
+    (tmp_path / "judged" / "one.txt").write_text(prose(1))
+    words = ["prepare", str(tmp_path / "raw"), "--pattern", "*.jsonl", "--against", str(tmp_path / "judged")]
+    assert main([*words, "--out", str(tmp_path / "ready")]) == 0
+    assert [text for _, text in rows(tmp_path / "ready")] == [prose(2)]

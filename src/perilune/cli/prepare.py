@@ -29,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--near-duplicates", type=float, default=None, metavar="J", help="from what similarity on (0.8)"
     )
     parser.add_argument("--clean", action="store_true", help="leave out what is no text: blobs, logs, repetition")
-    parser.add_argument("--against", nargs="+", default=[], metavar="PATH", help="texts to leave out, and their copies")
+    parser.add_argument(
+        "--against", nargs="+", default=[], metavar="PATH", help="texts to leave out, and their copies: all files there"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,14 +44,15 @@ def run(args: argparse.Namespace) -> int:
     from perilune.data.source import HUB, STANDARD_LIBRARY, TextSource
     from perilune.train.folder import write_json
 
-    def source(path: str) -> TextSource:
+    def source(path: str, pattern: str) -> TextSource:
         if path == STANDARD_LIBRARY:
             return TextSource()
         if path.startswith(HUB):
             return TextSource(path=path, subset=args.subset, text_key=args.text_key)
-        return TextSource(path=path, pattern=args.pattern, text_key=args.text_key).resolved()
+        return TextSource(path=path, pattern=pattern, text_key=args.text_key).resolved()
 
-    sources, against = [source(path) for path in args.path], [source(path) for path in args.against]
+    sources = [source(path, args.pattern) for path in args.path]
+    against = [source(path, "*") for path in args.against]  # what is passed over there would be kept here
     if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
         raise DataError(f"{args.out}: expected a new or empty folder, found another; choose another name")
     selection = Selection(clean=args.clean, near_duplicates=args.near_duplicates)
