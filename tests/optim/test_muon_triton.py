@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from perilune.ops import cast_once, projections
 from perilune.optim import Blocks, PerHeadMuon, Role, fused, muon
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -95,6 +96,27 @@ def test_nothing_beside_the_tensors_is_touched(count: int, tensors: int) -> None
         torch.testing.assert_close(own, grads[i] + 0.9 * m[i])
         torch.testing.assert_close(weights[i], 0.5 * w[i] - 0.25 * own)
     assert all(x[0] == x[-1] == 7 for x in (*rooms, room))
+
+
+@needs_kernels
+def test_whoever_keeps_something_made_of_a_weight_sees_it_change() -> None:
+    """As a graph that saved it, or `cast_once`, which tell by its version."""
+    weight = torch.nn.Parameter(torch.randn(4, 6, device=DEVICE))
+    optimizer = PerHeadMuon([Role(weight, "muon", Blocks(repeat=2))], lr=0.1)
+    momentum = optimizer.state[weight]["momentum"]
+    x = torch.randn(3, 6, device=DEVICE)
+    weight.grad = torch.randn_like(weight)
+    assert fused.serves(weight, weight.grad, momentum)
+    with cast_once([weight], torch.bfloat16), torch.autocast(DEVICE.type, torch.bfloat16):
+        before = weight._version, momentum._version
+        y = projections(x, [weight])[0]
+        optimizer.step()
+        assert weight._version > before[0]
+        assert momentum._version > before[1]
+        z = projections(x, [weight])[0]
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        assert torch.equal(z, projections(x, [weight])[0])
+    assert not torch.equal(z, y)
 
 
 @needs_kernels

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from perilune.ops.fused import INTERPRETED, TRITON
 
@@ -38,6 +39,7 @@ def directions_(momenta: Sequence[Tensor], grads: Sequence[Tensor], into: Tensor
             filled(some), filled(beside), into.view(len(momenta), count)[start:], count, float(mu),
             N=length(some), NESTEROV=nesterov, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
+    increment_version(momenta)  # torch does not see what kernels write
 
 
 def descend_(weights: Sequence[Tensor], updates: Tensor, keep: float, rate: float) -> None:
@@ -52,6 +54,7 @@ def descend_(weights: Sequence[Tensor], updates: Tensor, keep: float, rate: floa
             filled(some), updates.view(len(weights), count)[start:], count, float(keep), float(rate),
             N=length(some), BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
+    increment_version(weights)
 
 
 def length(tensors: Sequence[Tensor]) -> int:
