@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from perilune.core.errors import BackendError
-from perilune.ops import attn_res, attn_res_advance, attn_res_bank, attn_res_merge, share_gradient
+from perilune.ops import attn_res, attn_res_advance, attn_res_bank, attn_res_merge, share_gradient, store_source
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 GPU = torch.cuda.is_available() and not INTERPRETED
@@ -59,6 +59,25 @@ def assert_close(got: list[Tensor], exact: list[Tensor], slack: float = 4.0) -> 
         size = y.abs().max() if y.numel() else 0.0
         bound = torch.finfo(x.dtype).eps * y.abs() + slack * 64 * torch.finfo(torch.float32).eps * size
         assert ((x.double() - y).abs() <= bound).all(), (i, float((x.double() - y).abs().max()), float(size))
+
+
+@needs_kernels
+@pytest.mark.parametrize("bank", ["whole", "float8"])
+def test_on_another_device_than_the_current_one(bank: str) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+
+    def mixed(tensors: list[Tensor]) -> list[Tensor]:
+        query, key_weight, norm_weight, *sources = tensors
+        kept = sources if bank == "whole" else [*(store_source(x, "float8") for x in sources[:-1]), sources[-1]]
+        out = attn_res(query, kept, key_weight, norm_weight=norm_weight, backend="triton")
+        return [out.detach(), *torch.autograd.grad(out, tensors, torch.ones_like(out))]
+
+    here = inputs(3, 5, 48)
+    got = mixed([x.detach().to("cuda:1").requires_grad_() for x in here])
+    assert torch.cuda.current_device() == 0
+    for x, y in zip(got, mixed(here)):
+        torch.testing.assert_close(x.to("cuda:0"), y)
 
 
 @needs_kernels

@@ -99,6 +99,22 @@ def test_nothing_beside_the_tensors_is_touched(count: int, tensors: int) -> None
 
 
 @needs_kernels
+def test_on_another_device_than_the_current_one() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    torch.manual_seed(0)
+    start, grad = torch.randn(2, 12, 33)
+    stepped = []
+    for device in ("cuda:0", "cuda:1"):
+        weight = torch.nn.Parameter(start.to(device))
+        weight.grad = grad.to(device)
+        PerHeadMuon([Role(weight, "muon")], lr=0.1).step()
+        stepped.append(weight.detach().cpu())
+    assert torch.cuda.current_device() == 0
+    torch.testing.assert_close(*stepped)
+
+
+@needs_kernels
 def test_whoever_keeps_something_made_of_a_weight_sees_it_change() -> None:
     """As a graph that saved it, or `cast_once`, which tell by its version."""
     weight = torch.nn.Parameter(torch.randn(4, 6, device=DEVICE))

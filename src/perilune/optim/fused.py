@@ -35,10 +35,11 @@ def directions_(momenta: Sequence[Tensor], grads: Sequence[Tensor], into: Tensor
     count = momenta[0].numel()
     for start in range(0, len(momenta) if count else 0, MOST):
         some, beside = momenta[start : start + MOST], grads[start : start + MOST]
-        direction_kernel[(len(some) * -(-count // BLOCK),)](
-            filled(some), filled(beside), into.view(len(momenta), count)[start:], count, float(mu),
-            N=length(some), NESTEROV=nesterov, BLOCK=BLOCK, num_warps=4,
-        )  # fmt: skip
+        with torch.cuda.device_of(into):  # kernels are launched on the current device
+            direction_kernel[(len(some) * -(-count // BLOCK),)](
+                filled(some), filled(beside), into.view(len(momenta), count)[start:], count, float(mu),
+                N=length(some), NESTEROV=nesterov, BLOCK=BLOCK, num_warps=4,
+            )  # fmt: skip
     increment_version(momenta)  # torch does not see what kernels write
 
 
@@ -50,10 +51,11 @@ def descend_(weights: Sequence[Tensor], updates: Tensor, keep: float, rate: floa
     count = weights[0].numel()
     for start in range(0, len(weights) if count else 0, MOST):
         some = weights[start : start + MOST]
-        descend_kernel[(len(some) * -(-count // BLOCK),)](
-            filled(some), updates.view(len(weights), count)[start:], count, float(keep), float(rate),
-            N=length(some), BLOCK=BLOCK, num_warps=4,
-        )  # fmt: skip
+        with torch.cuda.device_of(updates):
+            descend_kernel[(len(some) * -(-count // BLOCK),)](
+                filled(some), updates.view(len(weights), count)[start:], count, float(keep), float(rate),
+                N=length(some), BLOCK=BLOCK, num_warps=4,
+            )  # fmt: skip
     increment_version(weights)
 
 

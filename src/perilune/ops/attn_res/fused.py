@@ -30,7 +30,8 @@ def attn_res_fused(
     dtype: torch.dtype,
 ) -> Tensor:
     """See `attn_res`."""
-    return _Fused.apply(query, key_weight, norm_weight, eps, norm_eps, dtype, torch.is_grad_enabled(), *sources)
+    with torch.cuda.device_of(query):  # kernels are launched on the current device
+        return _Fused.apply(query, key_weight, norm_weight, eps, norm_eps, dtype, torch.is_grad_enabled(), *sources)
 
 
 def refuses(

@@ -22,7 +22,8 @@ def float8_fused(
 ) -> Tensor:  # fmt: skip
     """See `attn_res`."""
     tensors = [x for source in sources for x in source.tensors[:3]]
-    h = _MixFloat8.apply(query, key_weight, eps, torch.is_grad_enabled(), *tensors)
+    with torch.cuda.device_of(query):  # kernels are launched on the current device
+        h = _MixFloat8.apply(query, key_weight, eps, torch.is_grad_enabled(), *tensors)
     return reference.normalized(h, norm_weight, norm_eps).to(dtype)
 
 

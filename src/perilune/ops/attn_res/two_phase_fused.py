@@ -54,7 +54,8 @@ def bank(
     from perilune.ops.attn_res.kernels.launch_two_phase import bank as launch
 
     shape = sources[0].shape
-    m, l, o = launch(queries, [dense_rows(x) for x in sources], key_weights, eps)
+    with torch.cuda.device_of(queries):  # kernels are launched on the current device
+        m, l, o = launch(queries, [dense_rows(x) for x in sources], key_weights, eps)
     lead = (len(queries), *shape[:-1])
     return m.view(lead), l.view(lead), o.view(*lead, shape[-1])
 
@@ -76,11 +77,12 @@ def merge(
     """The mixture, and the source with its update, both [..., D]."""
     from perilune.ops.attn_res.kernels.launch_two_phase import merge as launch
 
-    out, summed = launch(
-        m.reshape(-1).contiguous(), l.reshape(-1).contiguous(), as_rows(o).contiguous(), dense_rows(source),
-        None if update is None else dense_rows(update), query.contiguous(), key_weight.contiguous(),
-        None if norm_weight is None else norm_weight.contiguous(), eps, norm_eps,
-    )  # fmt: skip
+    with torch.cuda.device_of(source):
+        out, summed = launch(
+            m.reshape(-1).contiguous(), l.reshape(-1).contiguous(), as_rows(o).contiguous(), dense_rows(source),
+            None if update is None else dense_rows(update), query.contiguous(), key_weight.contiguous(),
+            None if norm_weight is None else norm_weight.contiguous(), eps, norm_eps,
+        )  # fmt: skip
     return out.view(source.shape), source if summed is None else summed.view(source.shape)
 
 

@@ -23,7 +23,8 @@ SIDE = 8  # logits that a lane takes at a time: 16 bytes of 16-bit ones
 @torch.compiler.disable  # a compiled function calls the kernel as it is, between its graphs
 def linear_cross_entropy(h: Tensor, weight: Tensor, targets: Tensor, ignored: int) -> Tensor:
     """See the public function."""
-    return _LinearCrossEntropy.apply(h, weight, targets, ignored, torch.is_grad_enabled())
+    with torch.cuda.device_of(h):  # kernels are launched on the current device
+        return _LinearCrossEntropy.apply(h, weight, targets, ignored, torch.is_grad_enabled())
 
 
 def refuses(h: Tensor, weight: Tensor, targets: Tensor, ignored: int) -> str | None:

@@ -16,7 +16,8 @@ MOST = 32  # chosen: they are found one after the other
 @torch.compiler.disable  # a compiled function calls the kernels as they are, between its graphs
 def stable_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """See the public function."""
-    ids, values = _Route.apply(scores, None, k, False, 1.0, None)
+    with torch.cuda.device_of(scores):  # kernels are launched on the current device
+        ids, values = _Route.apply(scores, None, k, False, 1.0, None)
     return values, ids
 
 
@@ -25,7 +26,8 @@ def route(
     scores: Tensor, bias: Tensor, top_k: int, renormalize: bool, scaling: float, ids: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """See the public function."""
-    return _Route.apply(scores, bias, top_k, renormalize, scaling, ids)
+    with torch.cuda.device_of(scores):
+        return _Route.apply(scores, bias, top_k, renormalize, scaling, ids)
 
 
 def topk_refuses(scores: Tensor, k: int) -> str | None:
