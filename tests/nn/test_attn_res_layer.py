@@ -5,6 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from perilune.nn import BlockAttnRes, DepthStream, initialize_
+from perilune.nn.hooks import untouched
 from perilune.nn.norm import RMSNorm
 
 LAYERS, D = 5, 6
@@ -162,8 +163,11 @@ def test_the_stream_keeps_its_dtype_when_sublayers_are_coarser():
     assert stream.mixed(mixer).dtype == torch.float32
 
 
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("start", ["mean", "residual"])
-def test_a_norm_behind_a_mixer_is_that_norm_of_the_mixture(start):
+def test_a_norm_behind_a_mixer_is_that_norm_of_the_mixture(start, at_once, monkeypatch):
+    if at_once:  # as on a GPU
+        monkeypatch.setattr("perilune.nn.attn_res._in_one_step", lambda mixer, norm: untouched(norm, RMSNorm))
     mixer, norm = BlockAttnRes(D, start=start).double(), RMSNorm(D, 1e-3).double()
     torch.nn.init.normal_(mixer.query)
     torch.nn.init.normal_(norm.weight, 1.0, 0.3)

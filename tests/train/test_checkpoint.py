@@ -329,4 +329,4 @@ def test_what_lies_in_it_is_safetensors_and_json(trained, tmp_path):
     assert kinds == {"optimizer", "balancer", "loads", "random"}
     values = json.loads((path / "training.json").read_text())
     assert (values["step"], values["tokens"], values["stage"]) == (2, 192, "short")
-    assert set(values) == {"format", "written_by", "step", "tokens", "stage", "feed", "run"}
+    assert set(values) == {"format", "written_by", "step", "tokens", "stage", "feed", "guard", "run"}
