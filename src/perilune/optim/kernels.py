@@ -3,16 +3,8 @@
 import triton
 import triton.language as tl
 
+from perilune.ops.chosen import chosen
 from perilune.ops.launcher import Launcher
-
-
-@triton.jit
-def chosen(items, i, N: tl.constexpr):
-    """items[i] of N, where i is known only at run time."""
-    item = items[0]
-    for j in tl.static_range(1, N):
-        item = tl.where(i == j, items[j], item)
-    return item
 
 
 @triton.jit

@@ -34,7 +34,7 @@ from perilune.train.feed import Feed
 from perilune.train.guard import Guard
 from perilune.train.host import Arrival
 from perilune.train.metrics import Metrics
-from perilune.train.micro_batches import cut, target_counts
+from perilune.train.micro_batches import add_losses, cut, target_counts
 from perilune.train.parallel.feed import Part, SharedFeed, check_rule
 from perilune.train.parallel.pipeline import Pipeline
 from perilune.train.parallel.ranks import Ranks
@@ -395,8 +395,7 @@ class Trainer:
                 output = self._pass(part, whole)
                 assert output.loss is not None
                 output.loss.backward()
-                for name, loss in {"loss": output.loss.detach(), **output.losses}.items():
-                    sums[name] = sums[name] + loss if name in sums else loss
+                add_losses(sums, output)
         return sums
 
     def _weights_to_cast(self) -> list[Tensor]:

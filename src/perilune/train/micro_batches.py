@@ -10,7 +10,7 @@ from torch import Tensor
 
 from perilune.core.errors import ConfigError
 from perilune.data.packing import IGNORE, Batch
-from perilune.models.k3.model import shifted
+from perilune.models.k3.model import K3Output, shifted
 
 
 def cut(batch: Batch, tokens: int | None) -> list[Batch]:
@@ -56,6 +56,13 @@ def target_counts(batch: Batch, further: int) -> dict[str, list[int]]:
         ahead.append(shifted(ahead[-1], cu))
     counts = {"next_token": [_number(batch.labels)], "mtp": [_number(targets) for targets in ahead[1:]]}
     return counts if batch.answers is None else {**counts, "answers": [_number(batch.answers)]}
+
+
+def add_losses(sums: dict[str, Tensor], output: K3Output) -> None:
+    """Adds a part's losses to those of the parts before it, the one that is minimised first."""
+    assert output.loss is not None
+    for name, loss in {"loss": output.loss.detach(), **output.losses}.items():
+        sums[name] = sums[name] + loss if name in sums else loss
 
 
 def _number(targets: Tensor) -> int:

@@ -24,6 +24,7 @@ from perilune.models.k3.stages import reads_embedding
 from perilune.nn import DepthStream
 from perilune.nn.balancer import Balancer
 from perilune.optim.sharded import local
+from perilune.train.micro_batches import add_losses
 from perilune.train.parallel.ranks import Ranks
 
 Pass = Callable[[Batch, DepthStream | None], K3Output]
@@ -94,8 +95,7 @@ class Pipeline:
         output = run(part, stream)
         if self.last:
             assert output.loss is not None
-            for name, loss in {"loss": output.loss.detach(), **output.losses}.items():
-                losses[name] = losses[name] + loss if name in losses else loss
+            add_losses(losses, output)
             return _Flight(taken, [output.loss])
         for name in self._loss_names(part):
             losses[name] = torch.zeros((), device=self.device)

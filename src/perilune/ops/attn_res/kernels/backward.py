@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from perilune.ops.attn_res.kernels.rows import chosen, entry, load_vector
+from perilune.ops.attn_res.kernels.rows import entry, load_vector, weights_of
+from perilune.ops.chosen import chosen
 from perilune.ops.launcher import Launcher
 
 
@@ -61,9 +62,7 @@ def unmix_kernel(
         if item == 0:
             d = given
             r = tl.load(inverse_rms + row * N + number, mask=number < N, other=0.0)
-            s = tl.load(score + row * N + number, mask=number < N, other=float("-inf"))
-            a = tl.exp(s - tl.max(s, 0))
-            a = tl.div_rn(a, tl.broadcast_to(tl.sum(a, 0), [COUNT]))
+            s, a = weights_of(score, row, number, N, COUNT)
             mean = 0.0
             if norm_weight is not None:
                 h = tl.zeros([WIDTH], tl.float32)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from perilune.ops.attn_res.kernels.rows import entry, load_vector, two_sums
+from perilune.ops.attn_res.kernels.rows import entry, load_vector, two_sums, weights_of
 from perilune.ops.launcher import Launcher
 
 LOWEST = tl.constexpr(-3.0e38)  # of scores; finite, so that its distance to itself is 0
@@ -87,9 +87,7 @@ def unmix_float8_kernel(
         row = (program + turn * programs).to(tl.int64)
         d = tl.load(dout + row * dout_stride + column, mask=here, other=0.0).to(tl.float32)
         r = tl.load(inverse_rms + row * ALL + number, mask=number < ALL, other=0.0)
-        s = tl.load(score + row * ALL + number, mask=number < ALL, other=float("-inf"))
-        a = tl.exp(s - tl.max(s, 0))
-        a = tl.div_rn(a, tl.broadcast_to(tl.sum(a, 0), [COUNT]))
+        s, a = weights_of(score, row, number, ALL, COUNT)
         da = tl.zeros([COUNT], tl.float32)
         mean = 0.0
         for i in tl.static_range(ALL):

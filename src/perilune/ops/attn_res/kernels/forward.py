@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from perilune.ops.attn_res.kernels.rows import chosen, load_vector, two_sums
+from perilune.ops.attn_res.kernels.rows import load_vector, two_sums
+from perilune.ops.chosen import chosen
 from perilune.ops.launcher import Launcher
 
 LOWEST = tl.constexpr(-3.0e38)  # of scores; finite, so that its distance to itself is 0

@@ -1,7 +1,6 @@
 """The kernels as functions of tensors: how many programs, how wide, and how far copies run ahead."""
 
 from collections.abc import Iterable, Sequence
-from functools import cache
 
 import torch
 import triton
@@ -9,6 +8,7 @@ from torch import Tensor
 
 from perilune.ops.attn_res.kernels.backward import unmix_kernel
 from perilune.ops.attn_res.kernels.forward import mix_kernel
+from perilune.ops.fused import processors
 
 ROOM = 192 * 1024  # bytes of shared memory for sources under way, of all programs on a processor
 WARPS = 8  # on a processor: what a row held in registers leaves room for
@@ -28,12 +28,6 @@ class Plan:
         each = WARPS // self.warps  # programs on a processor
         self.programs = min(R, processors(x.device) * each)
         self.stages = 1 + min(AHEAD, max(1, ROOM // (each * self.width * (x.element_size() + beside))))
-
-
-@cache
-def processors(device: torch.device) -> int:
-    """2 on a CPU, which only interprets."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 def mix(

@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 
 from perilune.ops.attn_res.kernels.float8 import mix_float8_kernel, unmix_float8_kernel
+from perilune.ops.attn_res.kernels.launch import bits
 from perilune.ops.fused import processors
 
 PROGRAMS = 4  # on a processor: nothing else hides the time that a row is under way
@@ -48,11 +49,7 @@ def unmix_float8(
         unmix_float8_kernel[(programs,)](
             tuple(codes), tuple(scales), live, 0 if live is None else live.stride(0), dout, dout.stride(0),
             tuple(dout if place is None else place for place in places), query, key_weight, *kept.unbind(), dw,
-            R, _bits([place is not None for place in places]), _bits(adds),
+            R, bits(place is not None for place in places), bits(adds),
             N=len(codes), D=D, WIDTH=width, COUNT=triton.next_power_of_2(len(places)), num_warps=warps,
         )  # fmt: skip
     return dw.sum(0)
-
-
-def _bits(flags: Sequence[bool]) -> int:
-    return sum(flag << i for i, flag in enumerate(flags))

@@ -22,18 +22,17 @@ def two_sums(a, b):
 
 
 @triton.jit
-def chosen(items, i, N: tl.constexpr):
-    """items[i] of N, where i is known only at run time."""
-    item = items[0]
-    for j in tl.static_range(1, N):
-        item = tl.where(i == j, items[j], item)
-    return item
-
-
-@triton.jit
 def entry(x, i):
     """x[i] of a vector in registers."""
     return tl.sum(tl.where(tl.arange(0, x.shape[0]) == i, x, 0.0), 0)
+
+
+@triton.jit
+def weights_of(score, row, number, N: tl.constexpr, COUNT: tl.constexpr):
+    """A row's scores [COUNT] out of [R, N], -inf behind N, and their softmax."""
+    s = tl.load(score + row * N + number, mask=number < N, other=float("-inf"))
+    a = tl.exp(s - tl.max(s, 0))
+    return s, tl.div_rn(a, tl.broadcast_to(tl.sum(a, 0), [COUNT]))
 
 
 @triton.jit

@@ -6,7 +6,8 @@ The bank is read twice, whatever the number of queries: for the scores of all, a
 import triton
 import triton.language as tl
 
-from perilune.ops.attn_res.kernels.rows import chosen, load_vector, two_sums
+from perilune.ops.attn_res.kernels.rows import load_vector, two_sums
+from perilune.ops.chosen import chosen
 from perilune.ops.launcher import Launcher
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # the interpreter multiplies bfloat16's bits as integers

@@ -1,11 +1,12 @@
 """The kernels as functions of tensors: how the rows and channels are divided among programs."""
 
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from perilune.ops.fused import processors
 from perilune.ops.short_conv.kernels.backward import conv_grads_kernel, filter_grads_kernel
 from perilune.ops.short_conv.kernels.forward import conv_kernel
 from perilune.ops.short_conv.kernels.states import final_grads_kernel, final_state_kernel, state_grads_kernel
@@ -59,12 +60,6 @@ def plan(shape: torch.Size, programs: int) -> Plan:
 
 def tiles(D: int) -> int:
     return -(-D // WIDTH)
-
-
-@cache
-def processors(device: torch.device) -> int:
-    """2 on a CPU, which only interprets."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 def convolve(
